@@ -7,8 +7,9 @@
 `scripts/bench_pair.py` runs two of it on one card, in turns.
 
 Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
-bytes that a step must read (weights, and the keys and values of its sequences as full pages hold
-them) over the bandwidth of a large copy measured in the same process.
+bytes that a step must move (weights, the keys and values of its sequences as full pages hold them,
+and the state of their recurrent layers, read and written) over the bandwidth of a large copy
+measured in the same process.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import decoder
+from jaxserve.models import decoder, delta_net
 from jaxserve.models.layer_weights import Experts
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
@@ -218,6 +219,11 @@ def kv_bytes(config: RunnerConfig, context: int) -> float:
     return total
 
 
+def state_bytes(config: RunnerConfig) -> int:
+    """Of a sequence's recurrent layers."""
+    return tree_bytes(delta_net.abstract_state(config.spec, config.dtype, slots=1))
+
+
 def time_decode(
     runner: Runner,
     config: RunnerConfig,
@@ -245,7 +251,8 @@ def time_decode(
         pending = launched
     runner.collect(pending)
     ends.append(time.perf_counter())
-    read = weight_bytes(params, config.spec, batch) + batch * kv_bytes(config, context)
+    moved = weight_bytes(params, config.spec, batch) + batch * kv_bytes(config, context)
+    moved += 2 * batch * state_bytes(config)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
@@ -253,7 +260,7 @@ def time_decode(
         step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
         mean_ms=(ends[-1] - ends[0]) / args.steps * 1e3,
         host_ms=median(host) * 1e3,
-        floor_ms=read / bandwidth * 1e3,
+        floor_ms=moved / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )

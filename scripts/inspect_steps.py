@@ -35,8 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from random_weights import LAYER_FORMATS, encoder
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import decoder
-from jaxserve.models.delta_net import abstract_state
+from jaxserve.models import decoder, delta_net
 from jaxserve.models.drafts import loading
 from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.registry import NAMED_MODELS
@@ -120,7 +119,7 @@ def inspect(
         old.unlink()
     groups = len(spec.cache_groups)
     cache = kv_cache.cache_config(spec, [PAGES] * groups, PAGE_SIZE)
-    recurrent = abstract_state(spec, jnp.bfloat16, MAX_SEQS + 1)
+    recurrent = delta_net.abstract_state(spec, jnp.bfloat16, MAX_SEQS + 1)
     state = DeviceState(
         kv=(
             *(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
 RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
+HYBRIDS = {"27b": "qwen3.5-27b", "35b_a3b": "qwen3.5-35b-a3b"}
 CLIENTS = "1,8,32,64,128,256"
 BATCH = "1,2,4,8,16,32,64,128,256"
 NEEDS = {
@@ -108,6 +109,52 @@ PROOFS = {
                 )
             ),
         ),
+    ),
+    "recurrent": Proof(
+        "recurrent layers of hybrid models: decode over the floor, prompts in both forms",
+        3,
+        tuple(
+            f"scripts/bench_recurrent.py --model {model} --rows 1,8,32,64"
+            f" --out {{out}}/recurrent_{name}.json"
+            for name, model in HYBRIDS.items()
+        ),
+    ),
+    "hybrid-steps": Proof(
+        "whole steps of hybrid models: decode over the floor, TFLOP/s of prompts",
+        12,
+        (
+            *(
+                f"scripts/bench_step.py --model {HYBRIDS[model]}{flags} --batch {rows} --steps 40"
+                f" --kv-gib 5 --out {{out}}/step_{model}_{weights}.json"
+                for model, weights, rows, flags in (
+                    ("27b", "bf16", "1,8,32", ""),
+                    ("27b", "int4", "1,8,32,64", " --quantization int4 --lm-head-dtype int8"),
+                    ("35b_a3b", "fp8", "1,8,32,64", " --quantization fp8 --temperature 1"),
+                )
+            ),
+            *(
+                f"scripts/bench_mixed.py --model {HYBRIDS[model]}{flags} --buckets 512,2048"
+                f" --decodes 8 --prompts 2048,8192 --steps 6"
+                f" --out {{out}}/mixed_{model}_{weights}.json"
+                for model, weights, flags in (
+                    ("27b", "bf16", ""),
+                    ("35b_a3b", "fp8", " --quantization fp8"),
+                )
+            ),
+        ),
+    ),
+    "hybrid-serving": Proof(
+        "a hybrid model over HTTP: first tokens cold and cached, closed loops; int4",
+        5,
+        (
+            "scripts/bench_serving.py --url {url} --prefix-hit 1024,4096"
+            " --out {out}/first_token.json",
+            "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
+            " --out {out}/serving.json",
+        ),
+        server="--model qwen3.5-27b --load-format dummy --cache-dir {cache} --forbid-compiles"
+        " --quantization int4 --max-model-len 8192 --decode-buckets 1,8,32,64"
+        " --prefill-buckets 512,2048",
     ),
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",

@@ -16,7 +16,7 @@ from jaxserve_kernels.kv_format import AttentionStep, CacheShape, named
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
-from tests.aot.compiled_steps import missing
+from tests.aot.compiled_steps import inspect, missing
 
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
@@ -62,3 +62,11 @@ def test_layers_are_one_chain(tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
     table = jax.ShapeDtypeStruct((SLOTS, 512), jnp.int32)
     jax.jit(step).trace(params, caches, ints, table).lower(lowering_platforms=("cuda",))
     assert len(found) == 1 and found[0] is not None, "something is computed outside of kernels"
+
+
+def test_a_whole_step_is_one_graph() -> None:
+    """Decode and prefill, and neither copies the cache or the state."""
+    flags = ("--model", "qwen3.5-27b", "--layers", "4", "--decode", "8", "--prefill", "512")
+    for name, report in inspect(*flags).items():
+        assert report["outside_graph"] == ["kCommandBuffer"], name
+        assert report["aliased_bytes"] == report["state_bytes"], name

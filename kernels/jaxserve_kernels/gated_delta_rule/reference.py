@@ -294,7 +294,9 @@ def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
     counts = rows.blocked // block
     ends = jnp.cumsum(counts)
     number = jnp.arange(tokens // block, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, number, side="right"), counts.shape[0] - 1)
+    # Not by bisection, a loop that a GPU's graph of kernels would stop for.
+    row = jnp.searchsorted(ends, number, side="right", method="compare_all")
+    row = jnp.minimum(row, counts.shape[0] - 1)
     offset = (number - (ends - counts)[row]) * block
     at = (rows.first[row] + offset, rows.slots[row], rows.positions[row] + offset)
     return Blocks(*(each.astype(jnp.int32) for each in at)), ends[-1]
