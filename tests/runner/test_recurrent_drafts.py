@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,7 @@ from tests.runner.driver import (
     GREEDY,
     PROMPT,
     SAMPLED,
+    TOLERANCE,
     Placed,
     assert_same,
     certain,
@@ -30,7 +32,7 @@ from tests.runner.driver import (
     tokens_of,
 )
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
-from tests.runner.test_recurrent_models import BLOCK, SPECS, STATE
+from tests.runner.test_recurrent_models import DELTA_NET, FULL, RECURRENT, SPECS, STATE, hybrid
 from tests.runner.test_verify import drafts_of
 from tests.scheduler.proposers import KINDS, Guesses
 from tests.tiny_model import COMPILES, make_config, make_runner
@@ -121,7 +123,7 @@ def drafted(draw: st.DrawFn, config: RunnerConfig) -> tuple[Workload, str, int]:
     work = draw(workloads())
     seqs = config.scheduler.max_num_seqs
     pages = work.cache.num_pages + draw(st.sampled_from([0, 6, 16]))
-    tokens = max(work.config.max_num_batched_tokens, seqs - 1 + BLOCK)
+    tokens = max(work.config.max_num_batched_tokens, seqs - 1 + config.cache.state_block)
     work = Workload(
         replace(work.config, max_num_seqs=seqs, max_num_batched_tokens=tokens),
         replace(config.cache, num_pages=pages),
@@ -132,7 +134,11 @@ def drafted(draw: st.DrawFn, config: RunnerConfig) -> tuple[Workload, str, int]:
 
 
 def compare(
-    config: RunnerConfig, runner: Runner, examples: int, buckets: tuple[tuple[int, int], ...]
+    config: RunnerConfig,
+    runner: Runner,
+    examples: int,
+    buckets: tuple[tuple[int, int], ...],
+    tolerance: float = TOLERANCE,
 ) -> None:
     """With prefix hits, which begin with snapshots, with preemption and with rows in flight."""
     solo, occurred = Solo(runner, config), set[int]()
@@ -152,7 +158,7 @@ def compare(
 
         guesses = Guesses(output, kind=kind, vocab=config.sampled_vocab, seed=seed)
         asked = Verification(proposer=guesses, buckets=buckets)
-        loop = check_against_solo(work, runner, solo, verification=asked)
+        loop = check_against_solo(work, runner, solo, tolerance, asked)
         occurred.update(loop.accepted_of_rows)
         counts["accepted"] += loop.accepted
         counts["ahead"] += loop.rows_ahead
@@ -168,3 +174,18 @@ def test_each_request_gets_the_tokens_it_would_get_alone(
     config: RunnerConfig, runner: Runner
 ) -> None:
     compare(config, runner, 300, BUCKETS)
+
+
+@pytest.mark.gpu
+def test_each_request_gets_the_tokens_it_would_get_alone_on_a_gpu() -> None:
+    """In float32, with heads and blocks that the kernels take."""
+    own = replace(DELTA_NET, key_dim=16, value_dim=16, block=16)
+    spec = hybrid(replace(RECURRENT, delta_net=own), replace(RECURRENT, delta_net=own), FULL)
+    made = make_config(spec=spec, decode=(1, 4), prefill=(24,), verify=BUCKETS, max_model_len=24)
+    cache = replace(made.cache, snapshots=3, snapshot_stride=16, state_block=16)
+    config = replace(made, cache=cache)
+    with jax.default_matmul_precision("highest"):
+        runner = make_runner(config)
+        before = COMPILES.count
+        compare(config, runner, 200, BUCKETS, tolerance=1e-3)
+    assert COMPILES.count == before, "something was compiled while serving"
