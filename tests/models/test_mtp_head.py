@@ -77,7 +77,8 @@ def test_entries_and_passes_are_those_of_the_formulas(name: str, tmp_path: Path)
 
     @jax.jit
     def passes(params: MtpParams, states: jax.Array) -> jax.Array:
-        own, where = (params, draft, jnp.asarray(EMBEDDING)), {"first": FIRST, "target": CPU}
+        own = (params, draft, jnp.asarray(EMBEDDING))
+        where: dict[str, Any] = {"first": FIRST, "target": CPU}
         kv = mtp.store(*own, cache_of(spec), chunk(1, 0, IDS[:9]), states[:9], **where)
         tokens = chunk(1, 9, IDS[9:14])
         hidden, again, kv = mtp.extend(*own, kv, tokens, states[9:14], tile_size=5, **where)

@@ -118,11 +118,6 @@ def _states(params: decoder.Params, ids: Any) -> Any:
     state = abstract_state(SPEC, jnp.float32, 2)
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
     tokens = located(StepTokens(ids, (place,)), slot, position, length)
-    tokens = tokens._replace(
-        recurrent=tokens.recurrent._replace(
-            rows=tokens.recurrent.rows._replace(blocked=jnp.zeros_like(first))
-        )
-    )
     caches = (Dense().allocate(shape, jnp.float32), empty)
     run = partial(decoder.forward, params, caches, tokens, SPEC, tile_size=LONGEST, target=CPU)
     return decoder.finish(params, run()[0], SPEC, target=CPU)
