@@ -20,7 +20,7 @@ from tests.mtp_files import mtp_tensors
 pytestmark = pytest.mark.slow
 
 FLAGS = ("--max-model-len", "192", "--kv-cache-memory-bytes", "4Mi", "--max-num-seqs", "4")
-BUCKETS = ("--decode-buckets", "4", "--prefill-buckets", "64", "--max-num-batched-tokens", "64")
+BUCKETS = ("--decode-buckets", "4", "--prefill-buckets", "72", "--max-num-batched-tokens", "72")
 SAMPLING = ({"temperature": 0}, {"temperature": 0.9, "seed": 3})
 METHODS = {
     "ngram": '{"method": "ngram", "num_speculative_tokens": 1}',
