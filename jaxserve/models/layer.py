@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.layer_spec import Activation, ExpertsSpec
+from jaxserve.layer_spec import Activation
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models import attention_prologue, delta_net
 from jaxserve.models.delta_net import Unsettled
-from jaxserve.models.layer_weights import Layer, SharedExpert
+from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
@@ -26,10 +25,10 @@ from jaxserve_kernels.matmul import (
     gated_linear,
     linear,
     plain,
-    sum_parts,
     token_format,
 )
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
+from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
@@ -201,27 +200,13 @@ def _experts(
         tokens, ids, weights, stack, activation=own.activation, lists=lists, target=target
     )
     if layer.shared is not None:
-        score = sum_parts(scores, jnp.float32)[:, own.num_experts :]
-        update = _with_shared(update, tokens, layer.shared, score, own, target=target)
+        assert own.activation != "swiglu_oss"
+        gated = gated_linear(tokens, layer.shared.gate_up, activation=own.activation, target=target)
+        every = linear(gated, layer.shared.down, target=target)
+        update = add_shared_expert(
+            *(update, every, scores), column=own.num_experts, dtype=x.dtype, target=target
+        )
     return x, update
-
-
-def _with_shared(
-    update: Array,
-    tokens: Array,
-    shared: SharedExpert,
-    score: Array,
-    spec: ExpertsSpec,
-    *,
-    target: Target,
-) -> Array:
-    """The experts' partial sums and the shared expert of tokens, times the sigmoid of its score
-    [tokens, 1]: one part, added in float32."""
-    assert spec.activation != "swiglu_oss"
-    gated = gated_linear(tokens, shared.gate_up, activation=spec.activation, target=target)
-    parts = linear(gated, shared.down, target=target)
-    every = sum_parts(parts, jnp.float32) * jax.nn.sigmoid(score)
-    return (sum_parts(update, jnp.float32) + every).astype(tokens.dtype)[None]
 
 
 def _activation(spec: ModelSpec) -> Activation:

@@ -24,9 +24,13 @@ if lacking := missing():
 SLOTS = 65
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_layers_are_one_chain(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three recurrent layers and one of attention, of Qwen3.5-27B. Every kernel compiles."""
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("qwen3.5-27b", 1), ("qwen3.5-27b", 8), ("qwen3.5-27b", 64), ("qwen3.5-35b-a3b", 8)],
+)
+def test_layers_are_one_chain(model: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three recurrent layers and one of attention, without experts and with a shared one. Every
+    kernel compiles."""
     from jaxserve_kernels.pdl import lowering
 
     found: list[Any] = []
@@ -37,7 +41,7 @@ def test_layers_are_one_chain(tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     traced = lowering.trace
     monkeypatch.setattr(lowering, "trace", trace)
-    spec = NAMED_MODELS["qwen3.5-27b"]
+    spec = NAMED_MODELS[model]
     spec = replace(spec, layers=spec.layers[:4])
     own = spec.attention
     shape = CacheShape(
