@@ -27,6 +27,7 @@ from typing import Any
 import bench_step
 import jax
 import jax.numpy as jnp
+from decode_steps import weight_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -82,7 +83,7 @@ class Work:
 
     def bytes(self, spec: ModelSpec, params: decoder.Params) -> float:
         if spec.experts:
-            weights = bench_step.weight_bytes(params, spec, self.chunk + self.decodes)
+            weights = weight_bytes(params, spec, self.chunk + self.decodes)
         else:
             looked_up = 0 if spec.tie_embeddings else spec.vocab_size * spec.embed
             weights = 2 * (spec.num_params - looked_up)

@@ -194,11 +194,9 @@ def _experts(
     )
     tokens = plain(normed)
     scores = linear(tokens, layer.router, jnp.float32, target=target)
-    ids, weights, lists = route(scores, routing, layer.router_bias, target=target)
+    ids, weights = route(scores, routing, layer.router_bias, target=target)
     stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
-    update = experts(
-        tokens, ids, weights, stack, activation=own.activation, lists=lists, target=target
-    )
+    update = experts(tokens, ids, weights, stack, activation=own.activation, target=target)
     if layer.shared is not None:
         assert own.activation != "swiglu_oss"
         gated = gated_linear(tokens, layer.shared.gate_up, activation=own.activation, target=target)

@@ -27,7 +27,7 @@ from jaxserve.runner.fingerprint import program_key
 from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.startup import gpu_driver, memory
-from jaxserve.startup.buckets import bucket_choices
+from jaxserve.startup.buckets import bucket_choices, buckets_of
 from jaxserve.startup.draft_head import PlannedHead, plan_head
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
 from jaxserve.startup.flag_checks import check_calibration, check_length, check_windows
@@ -129,7 +129,10 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     page_size = _page_size(options, kv_format, gpu=gpu)
     shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]
     state = abstract_state(spec, dtype, 1)
-    rings, beside = plan_rings(options, kv_format, shapes, dtype, state, gpu=gpu)
+    step_pages = -(-buckets_of(options, gpu=gpu).prefill[-1] // page_size)
+    rings, beside = plan_rings(
+        options, kv_format, shapes, dtype, state, step_pages=step_pages, gpu=gpu
+    )
     beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)
     room = Room(
