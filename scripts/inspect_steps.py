@@ -37,7 +37,7 @@ from random_weights import LAYER_FORMATS, encoder
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, delta_net
 from jaxserve.models.drafts import loading
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
@@ -135,7 +135,7 @@ def inspect(
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
         drafting=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
-        if isinstance(draft, Eagle3Draft)
+        if isinstance(draft, Eagle3Draft | MtpDraft)
         else None,
     )
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxserve.layer_spec import Activation
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models import attention_prologue, delta_net
+from jaxserve.models.delta_net import Unsettled
 from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
@@ -31,14 +32,14 @@ from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
-type Caches = tuple[KV | RecurrentState, ...]
+type Caches = tuple[KV | RecurrentState | Unsettled, ...]
 """The keys and values of each cache group of a model (`ModelSpec.cache_groups`), then the state of
-its recurrent layers, if it has any."""
+its recurrent layers, if it has any; in a verify step that is unsettled."""
 
 
 def paged(kv: Caches) -> tuple[KV, ...]:
     """The caches without the state of recurrent layers."""
-    return tuple(each for each in kv if not isinstance(each, RecurrentState))
+    return tuple(each for each in kv if not isinstance(each, RecurrentState | Unsettled))
 
 
 type Normed = Array | QuantizedTokens
@@ -104,7 +105,7 @@ def mix(
 ) -> tuple[Array, Caches]:
     """What the output projection reads [tokens, mixed], in `dtype`, and the caches."""
     group, cache = place.group, kv[place.group]
-    if isinstance(cache, RecurrentState):
+    if isinstance(cache, RecurrentState | Unsettled):
         assert layer.delta is not None and tokens.recurrent is not None
         own = (layer.delta, normed, cache, place.layer, tokens.recurrent, spec)
         mixed, cache = delta_net.mix(*own, target=target)

@@ -30,7 +30,7 @@ from jaxserve.startup import gpu_driver, memory
 from jaxserve.startup.buckets import bucket_choices, buckets_of
 from jaxserve.startup.draft_head import PlannedHead, plan_head
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
-from jaxserve.startup.flag_checks import check_calibration, check_length, check_windows, for_state
+from jaxserve.startup.flag_checks import check_calibration, check_length, check_windows
 from jaxserve.startup.host_tier_plan import check_flags, plan_rings, plan_tier
 from jaxserve.startup.memory import MemoryPlan
 from jaxserve.startup.room import Fit, Room
@@ -119,13 +119,12 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     dtype = _dtype(options.dtype, gpu=gpu)
     check_length(options, spec)
     check_flags(options)
-    options = for_state(options, spec)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
     check_windows(options, spec, kv_format, gpu=gpu)
     check_calibration(options, kv_format)
-    head = plan_head(options, source, dtype, kv_format, stacked=gpu)
+    head = plan_head(options, source, weights, dtype, kv_format, stacked=gpu)
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
     shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]

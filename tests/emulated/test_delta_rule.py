@@ -12,6 +12,7 @@ from tests.kernels.recurrent_cases import (
     Mix,
     at_once,
     check_conv,
+    check_drafts,
     check_rule,
     decode_rows,
 )
@@ -42,6 +43,12 @@ def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
 def test_a_step_of_fewer_tokens_than_a_block() -> None:
     mix = Mix([Part(1, 7, 1), Part(2, 0, 9)], 12, (0, 64, 64, 0, 0))
     check_rule(mix, CONFIG, "float32", at_once, HOPPER, Bounds(1e-6, 1e-6))
+
+
+@DTYPES
+def test_what_is_rejected_leaves_no_trace(dtype: str) -> None:
+    bounds = Bounds(2e-6, 1e-6) if dtype == "float32" else Bounds(4e-3, 1e-6)
+    check_drafts(CONFIG, dtype, at_once, HOPPER, bounds)
 
 
 @pytest.mark.parametrize("decode", [False, True])

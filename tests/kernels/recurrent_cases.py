@@ -11,16 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve_kernels import pdl
-from jaxserve_kernels.causal_conv import causal_conv
+from jaxserve_kernels.causal_conv import causal_conv, convolve, keep_inputs
+from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
     RuleTokens,
     RuleWeights,
+    advance_state,
     gated_delta_rule,
+    rule_outputs,
 )
 from jaxserve_kernels.op import Choice
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.kernels.recurrent_steps import Part, step_of
@@ -109,6 +112,55 @@ def check_conv(
     state[:, 2] = np.nan  # what an earlier sequence left
     before = jnp.asarray(state, dtype)
     _check(run, (projected, weight, before, mix.step(1)), before, mix, launch, target, bounds)
+
+
+def check_drafts(
+    config: RuleConfig, dtype: str, launch: Run, target: Target, bounds: Bounds
+) -> None:
+    """What rows of several positions give, which leave the state alone; then the state with some
+    positions of each row: all, one, none, or fewer than the convolution sees."""
+    lengths, held, begin = np.array([7, 0, 6]), np.array([1, PADDING, 0]), np.array([40, 0, 2])
+    used = (np.arange(8) < lengths[:, None]).reshape(-1)
+    slots = np.where(used, np.repeat(held, 8), PADDING)
+    positions = np.where(used, np.repeat(begin, 8) + np.tile(np.arange(8), 3), 0)
+    rows = Rows(*(jnp.asarray(each, jnp.int32) for each in ([0, 8, 16], lengths, held, begin)))
+    step = RecurrentStep(jnp.asarray(slots, jnp.int32), jnp.asarray(positions, jnp.int32), rows)
+    tokens, weights, delta = rule_arrays(config.heads, 24, dtype)
+    rng = np.random.default_rng(1)
+    conv = jnp.asarray(rng.standard_normal((LAYERS, SLOTS, WIDTH - 1, tokens.qkv.shape[1])), dtype)
+    weight = jnp.asarray(rng.standard_normal((tokens.qkv.shape[1], WIDTH)), dtype)
+
+    def outputs(*args: Any, target: Target) -> Any:
+        tokens, weights, delta, conv, step = args
+        mixed = convolve(tokens.projected, weight, conv, LAYER, step, target=target)
+        rest = (weights, delta, LAYER, step)
+        return mixed, rule_outputs(tokens, *rest, config=config, target=target)
+
+    def states(*args: Any, target: Target) -> Any:
+        tokens, weights, delta, conv, accepted = args
+        kept, gates = step.cut(accepted, PADDING), sum_parts(tokens.gates, tokens.qkv.dtype)
+        rest = (weights, delta, LAYER, kept)
+        new = advance_state(tokens.qkv, gates, *rest, config=config, target=target)
+        return new, keep_inputs(tokens.qkv, conv, LAYER, kept.rows, target=target)
+
+    args = (tokens, weights, delta, conv)
+    pairs = zip(
+        launch(outputs, *args, step, target=target),
+        outputs(*args, step, target=REFERENCE),
+        strict=True,
+    )
+    for found, expected in pairs:
+        assert relative_error(found[used], expected[used]) <= bounds.out
+    for accepted in ([7, 0, 1], [0, 0, 2], [4, 0, 6]):
+        own = (*args, jnp.asarray(accepted, jnp.int32))
+        found = launch(states, *own, target=target)
+        for new, wanted, old in zip(found, states(*own, target=REFERENCE), args[2:], strict=True):
+            for slot, count in zip((1, 0), accepted[::2], strict=True):
+                assert relative_error(new[LAYER, slot], wanted[LAYER, slot]) <= bounds.state
+                assert count or bool((new[LAYER, slot] == old[LAYER, slot]).all())
+            before, after = (np.asarray(each, np.float32) for each in (old, new))
+            np.testing.assert_array_equal(after[0], before[0])
+            np.testing.assert_array_equal(after[LAYER, [2, 4]], before[LAYER, [2, 4]])
 
 
 def _check(

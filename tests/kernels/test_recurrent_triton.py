@@ -12,6 +12,7 @@ from tests.kernels.recurrent_cases import (
     Mix,
     Run,
     check_conv,
+    check_drafts,
     check_rule,
     decode_rows,
     in_a_chain,
@@ -76,6 +77,12 @@ def test_the_convolution(mix: str, dtype: str, model: str) -> None:
 @pytest.mark.parametrize("launch", [in_a_program, in_a_chain])
 def test_the_convolution_of_decode_rows(mix: Mix, launch: Run, dtype: str, model: str) -> None:
     check_conv(mix, channels_of(model), dtype, launch, Target.here(), OF_SUMS[dtype])
+
+
+@of_models
+@of_dtypes
+def test_what_is_rejected_leaves_no_trace(dtype: str, model: str) -> None:
+    check_drafts(MODELS[model], dtype, in_a_program, Target.here(), BOUNDS[dtype])
 
 
 def test_rows_of_fewer_tokens_than_the_convolution_sees() -> None:

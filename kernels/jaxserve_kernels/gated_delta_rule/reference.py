@@ -335,6 +335,34 @@ def rule_and_norm(
     return norm_of(out, tokens, weights, config), state
 
 
+def rule_outputs(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+) -> Array:
+    """Returns the output of `rule_and_norm`, which leaves the state as it is."""
+    return rule_and_norm(tokens, weights, state, layer, step, config=config)[0]
+
+
+def advance_state(
+    qkv: Array,
+    gates: Array,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+) -> Array:
+    """Returns the state of `gated_delta_rule`; gates are in qkv's dtype."""
+    own = (qkv, gates, weights.a_log, weights.dt_bias, state, layer, step)
+    return gated_delta_rule(*own, heads=config.heads, block=config.block)[1]
+
+
 def norm_of(out: Array, tokens: RuleTokens, weights: RuleWeights, config: RuleConfig) -> Array:
     """The norm in `rule_and_norm` of o [tokens, value_heads, value_dim]."""
     columns = tokens.projected[..., -config.heads.values :]
