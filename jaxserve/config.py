@@ -236,6 +236,10 @@ HEAD_METHODS = ("dflash", "dspark", "eagle3", "draft_model")
 """Names of what drafts with weights, which need a model. The model's files say which it is."""
 
 
+MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's names of what drafts with weights of the model's own checkpoint."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Where drafts of next tokens come from, and how many a step verifies."""
@@ -249,7 +253,10 @@ class SpeculationConfig:
     shared_tokens: int = 0
     """Tokens of outputs that are kept to look up later requests of the same tenant; 0: none."""
     model: str | None = None
-    """A folder, Hub id or short name of a draft head or draft model; None: drafts are looked up."""
+    """A folder, Hub id or short name of a draft head or draft model; None: drafts are looked up, or
+    made as `native` says."""
+    native: bool = False
+    """The model's own weights for multi-token prediction draft."""
 
     def __post_init__(self) -> None:
         if self.drafts < 0:

@@ -9,8 +9,8 @@ experts that are touched, or in which it computes their operations at the rate o
 product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
 chain. Routing is random and uniform; every layer has router logits of its own.
 
---sweep tries launches beside the rule's, also those that were never on a card, and compares their
-results with the rule's. --tiny has small shapes, to try the script without a card.
+--sweep tries launches beside the rule's, and compares their results with the rule's. --tiny has
+small shapes, to try the script without a card.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ from working_tree import commit
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
-from jaxserve_kernels.experts.config import MOST_LISTED, HopperLaunch, Launch
+from jaxserve_kernels.experts.config import Launch
 from jaxserve_kernels.matmul import gated_linear, linear
-from jaxserve_kernels.tables import LIMITS
 from jaxserve_kernels.target import Target
 
 LAYERS = 2
@@ -89,17 +88,6 @@ TRIES = {
     True: [(64, 4, 4), (128, 8, 4)],
 }
 """Rows, warps, stages; True: of many rows."""
-FOR_HOPPER = [
-    HopperLaunch(skip=True),
-    HopperLaunch(ahead=True),
-    HopperLaunch(skip=True, ahead=True),
-    HopperLaunch(gather=True),
-    HopperLaunch(gather=True, ahead=True),
-    HopperLaunch(parts=True),
-    HopperLaunch(ordered_at_once=4096),
-    HopperLaunch(skip=True, ahead=True, parts=True, ordered_at_once=4096),
-    HopperLaunch(gather=True, ahead=True, parts=True, ordered_at_once=4096),
-]
 TINY = Model(8, 2, 256, 256)
 
 
@@ -108,25 +96,17 @@ class Case(NamedTuple):
     format: str
     rows: int
     dense: bool = False
-    tuned: tuple[tuple[str, Launch | HopperLaunch], ...] = ()
-    """Launch parameters to try, by product; "hopper": of both, in the kernel of that name."""
-    listed: bool = False
-    """One program routes and lists the pairs of all tokens."""
-
-    @property
-    def tries(self) -> bool:
-        """What the rules do not choose."""
-        return bool(self.tuned) or self.listed
+    tuned: tuple[tuple[str, Launch], ...] = ()
+    """Launch parameters to try, by product."""
 
     def __str__(self) -> str:
-        tuned = " listed" if self.listed else ""
-        tuned += "".join(f" {name} {changed(each)}" for name, each in self.tuned)
+        tuned = "".join(f" {name} {changed(each)}" for name, each in self.tuned)
         return f"{self.model} {self.format} {self.rows}{' dense' if self.dense else ''}{tuned}"
 
 
-def changed(launch: Launch | HopperLaunch) -> dict[str, Any]:
+def changed(launch: Launch) -> dict[str, Any]:
     """What is not the default."""
-    plain = dataclasses.asdict(type(launch)())
+    plain = dataclasses.asdict(Launch())
     return {
         name: value for name, value in dataclasses.asdict(launch).items() if value != plain[name]
     }
@@ -201,17 +181,11 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
     if case.rows >= MANY and case.format == "bf16":
-        for each in FOR_HOPPER:
-            yield case._replace(tuned=(("hopper", each),))
-        return
-    if 1 < case.rows <= MOST_LISTED:
-        yield case._replace(listed=True)
+        return  # Hopper's kernel has no parameters
     tokens = 64 if case.rows >= MANY else 16 if case.rows <= 64 else 32
-    unrolls = (1,) if case.format == "bf16" or case.rows > MOST_LISTED else (1, 2)
-    for (rows, warps, stages), unroll in itertools.product(TRIES[case.rows >= MANY], unrolls):
-        each = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages, unroll=unroll)
-        listed = 1 < case.rows <= MOST_LISTED
-        yield case._replace(tuned=(("gate_up", each), ("down", each)), listed=listed)
+    for rows, warps, stages in TRIES[case.rows >= MANY]:
+        each = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages)
+        yield case._replace(tuned=(("gate_up", each), ("down", each)))
 
 
 def measure(
@@ -253,7 +227,7 @@ def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | N
     try:
         return build(case, sizes, stacked, target)
     except Exception as error:
-        if not case.tries:
+        if not case.tuned:
             raise
         print(f"{case}: {str(error)[:100]}", flush=True)
         return None
@@ -295,12 +269,8 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
-        shape = (name, *stacked.gate_up.shape[1:])
-        if name != "hopper":
-            shape = (name, kind, *getattr(stacked, name).shape[1:])
+        shape = (name, kind, *getattr(stacked, name).shape[1:])
         tuned["experts", shape] = dataclasses.asdict(launch)
-    if case.listed:
-        tuned["experts", LIMITS] = {"most_listed_tokens": MOST_LISTED}
     target = target.with_tuned(tuned)
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
@@ -328,10 +298,8 @@ def sparse_layers(
     normed = x
     for index in range(logits.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        ids, weight, lists = route(logits[index], routing, target=target)
-        parts = experts(
-            normed, ids, weight, layer, activation=sizes.activation, lists=lists, target=target
-        )
+        ids, weight = route(logits[index], routing, target=target)
+        parts = experts(normed, ids, weight, layer, activation=sizes.activation, target=target)
         both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
         x, normed = both
     return x, normed
@@ -390,7 +358,6 @@ def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -
         "rows": case.rows,
         "dense": case.dense,
         "tuned": {name: dataclasses.asdict(each) for name, each in case.tuned},
-        "listed": case.listed,
         "touched": built.touched,
         "us": seconds * 1e6,
         "floor_us": floor * 1e6,

@@ -7,8 +7,9 @@ Every step runs as the engine runs it: from the scheduler's plan, one step ahead
 step is the larger of its bytes (weights once, keys and values of each sequence once) over the rate
 of a copy and its operations over the rate of a large product, both measured in the same process.
 Operations are those of the model: two per weight and token, with the output matrix only for tokens
-that are sampled, and four per head, dimension and visible key. With --quantization the floor is
-still that of bfloat16 weights and products, so that ratios compare.
+that are sampled and of experts those that the token has, four per head, dimension and visible key,
+and six per element of a recurrent layer's state. With --quantization the floor is still that of
+bfloat16 weights and products, so that ratios compare; of experts it counts the bytes as they are.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ from typing import Any
 import bench_step
 import jax
 import jax.numpy as jnp
+from decode_steps import weight_bytes
 from rich.console import Console
 from rich.table import Table
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import Buckets, CacheConfig, SchedulerConfig
+from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import decoder
+from jaxserve.models import decoder, delta_net
 from jaxserve.models.quantization import Quantization
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
+from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
+from jaxserve.startup.memory import tree_bytes
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, named
 from jaxserve_kernels.paged_attention import tile_tokens
@@ -67,17 +71,30 @@ class Work:
     start: int = 0
     decodes: int = 0
 
-    def floor_ms(self, spec: ModelSpec, rates: Rates) -> float:
-        tokens = self.chunk + self.decodes
-        head = spec.vocab_size * spec.embed
-        body = spec.num_params - head * (1 if spec.tie_embeddings else 2)
+    def operations(self, spec: ModelSpec) -> float:
+        tokens, head = self.chunk + self.decodes, spec.vocab_size * spec.embed
+        body = spec.active_params - head * (1 if spec.tie_embeddings else 2)
         keys = self.chunk * self.start + self.chunk * (self.chunk + 1) / 2
         keys += self.decodes * DECODE_CONTEXT
-        attention = 4 * spec.num_layers * spec.q_heads * spec.head_dim * keys
-        operations = 2 * body * tokens + 2 * head * (1 + self.decodes) + attention
+        attention = 4 * spec.num_paged_layers * spec.q_heads * spec.head_dim * keys
+        state = delta_net.abstract_state(spec, jnp.bfloat16, slots=1)
+        recurrent = 0 if state is None else 6 * state.delta.size * tokens
+        return 2 * body * tokens + 2 * head * (1 + self.decodes) + attention + recurrent
+
+    def bytes(self, spec: ModelSpec, params: decoder.Params) -> float:
+        if spec.experts:
+            weights = weight_bytes(params, spec, self.chunk + self.decodes)
+        else:
+            looked_up = 0 if spec.tie_embeddings else spec.vocab_size * spec.embed
+            weights = 2 * (spec.num_params - looked_up)
+        state = tree_bytes(delta_net.abstract_state(spec, jnp.bfloat16, slots=1))
         held = self.start + self.chunk + self.decodes * DECODE_CONTEXT
-        read = 2 * (body + head) + held * spec.kv_bytes_per_token(2)
-        return max(read / rates.copy, operations / rates.product) * 1e3
+        return weights + held * spec.kv_bytes_per_token(2) + 2 * (1 + self.decodes) * state
+
+    def floor_ms(self, spec: ModelSpec, params: decoder.Params, rates: Rates) -> float:
+        return (
+            max(self.bytes(spec, params) / rates.copy, self.operations(spec) / rates.product) * 1e3
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +108,7 @@ class Timing:
     step_ms: float
     host_ms: float
     floor_ms: float
+    tflop_per_s: float
 
 
 def main() -> None:
@@ -100,20 +118,20 @@ def main() -> None:
         spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     with bench_step.turn(args.turns):
         rates = Rates(copy=bench_step.copy_bandwidth(), product=product_rate())
-    runner, config = make_runner(spec, args)
+    runner, config, params = make_runner(spec, args)
     admit(runner, config, args.decodes)
     rounds: list[list[Timing]] = []
     for _ in range(args.rounds):
         with bench_step.turn(args.turns):
             rounds.append(
                 [
-                    time_step(runner, config, work, rates, args.steps)
+                    time_step(runner, config, params, work, rates, args.steps)
                     for work in works(args.buckets, args.decodes)
                 ]
             )
     timings = [bench_step.middle(times) for times in zip(*rounds, strict=True)]
     with bench_step.turn(args.turns):
-        prompts = [time_prompt(runner, config, length, rates) for length in args.prompts]
+        prompts = [time_prompt(runner, config, params, length, rates) for length in args.prompts]
     result = describe(args, rates, timings, prompts)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -175,17 +193,21 @@ def keys(count: int) -> Sequence[jax.Array]:
     return jax.random.split(jax.random.key(0), count)
 
 
-def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, RunnerConfig]:
+def make_runner(
+    spec: ModelSpec, args: argparse.Namespace
+) -> tuple[Runner, RunnerConfig, decoder.Params]:
     kv_format = named(args.kv_cache_dtype)
     page_size = kv_format.page_size or args.page_size
     per_decode = -(-(DECODE_CONTEXT + 1) // page_size)
     longest = max([16_384 + max(args.buckets), *args.prompts])
     pages = 1 + -(-longest // page_size) + args.decodes * per_decode
+    # State is large: of a model that has some there are no more slots than these steps take.
+    seqs = 1 + args.decodes if spec.state is not None else min(256, max(args.buckets))
     config = RunnerConfig(
         spec=spec,
-        cache=CacheConfig(num_pages=pages, page_size=page_size, own_tokens=kv_format.own_tokens),
+        cache=kv_cache.cache_config(spec, [pages], page_size, kv_format.own_tokens),
         scheduler=SchedulerConfig(
-            max_num_seqs=min(256, max(args.buckets)),
+            max_num_seqs=seqs,
             max_model_len=LONGEST,
             max_num_batched_tokens=max(args.buckets),
             max_chunk_context=kv_format.max_chunk_context(LONGEST, page_size=page_size),
@@ -205,7 +227,7 @@ def make_runner(spec: ModelSpec, args: argparse.Namespace) -> tuple[Runner, Runn
     start = time.perf_counter()
     runner.compile(os.cpu_count() or 1, lambda name, done: None)
     print(f"compiled {len(config.all_buckets())} buckets in {time.perf_counter() - start:.1f} s")
-    return runner, config
+    return runner, config, params
 
 
 def admit(runner: Runner, config: RunnerConfig, decodes: int) -> None:
@@ -222,7 +244,10 @@ def admit(runner: Runner, config: RunnerConfig, decodes: int) -> None:
     ]
     plan = dataclasses.replace(
         plan_of(config, Work(chunk=16)),
-        admissions=tuple(Admission(slot, sampling) for slot in range(1 + decodes)),
+        admissions=(
+            Admission(PROMPT_SLOT, sampling, num_prompt=LONGEST),
+            *(Admission(1 + seq, sampling) for seq in range(decodes)),
+        ),
         pages=tuple(pages),
     )
     runner.collect(runner.launch(plan))
@@ -262,7 +287,14 @@ def run(runner: Runner, plans: Sequence[StepPlan]) -> tuple[float, float]:
     return time.perf_counter() - start, median(host)
 
 
-def time_step(runner: Runner, config: RunnerConfig, work: Work, rates: Rates, steps: int) -> Timing:
+def time_step(
+    runner: Runner,
+    config: RunnerConfig,
+    params: decoder.Params,
+    work: Work,
+    rates: Rates,
+    steps: int,
+) -> Timing:
     plan = plan_of(config, work)
     run(runner, [plan] * 3)
     seconds, host = run(runner, [plan] * steps)
@@ -272,12 +304,13 @@ def time_step(runner: Runner, config: RunnerConfig, work: Work, rates: Rates, st
         **dataclasses.asdict(work),
         step_ms=seconds / steps * 1e3,
         host_ms=host * 1e3,
-        floor_ms=work.floor_ms(config.spec, rates),
+        floor_ms=work.floor_ms(config.spec, params, rates),
+        tflop_per_s=work.operations(config.spec) * steps / seconds / 1e12,
     )
 
 
 def time_prompt(
-    runner: Runner, config: RunnerConfig, length: int, rates: Rates
+    runner: Runner, config: RunnerConfig, params: decoder.Params, length: int, rates: Rates
 ) -> dict[str, float]:
     """Milliseconds from the launch of a prompt's first chunk until its first token is here."""
     largest = config.buckets.prefill[-1]
@@ -286,9 +319,14 @@ def time_prompt(
     ]
     plans = [plan_of(config, part) for part in parts]
     run(runner, plans)
-    times = [run(runner, plans)[0] for _ in range(5)]
-    floor = sum(part.floor_ms(config.spec, rates) for part in parts)
-    return {"prompt": length, "first_token_ms": median(times) * 1e3, "floor_ms": floor}
+    seconds = median(run(runner, plans)[0] for _ in range(5))
+    operations = sum(part.operations(config.spec) for part in parts)
+    return {
+        "prompt": length,
+        "first_token_ms": seconds * 1e3,
+        "floor_ms": sum(part.floor_ms(config.spec, params, rates) for part in parts),
+        "tflop_per_s": operations / seconds / 1e12,
+    }
 
 
 def describe(
@@ -319,7 +357,8 @@ def describe(
 def show(result: dict[str, Any]) -> None:
     rates = f"{result['copy_tb_per_s']:.2f} TB/s, {result['product_tflop_per_s']:.0f} TFLOP/s"
     table = Table(title=f"{result['model']} on {result['card']}, {rates}")
-    columns = ("bucket", "chunk", "start", "decodes", "step ms", "floor ms", "ratio", "host ms")
+    columns = ("bucket", "chunk", "start", "decodes", "step ms", "floor ms", "ratio")
+    columns += ("TFLOP/s", "host ms")
     for column in columns:
         table.add_column(column, justify="right")
     for each in result["timings"]:
@@ -328,6 +367,7 @@ def show(result: dict[str, Any]) -> None:
             f"{each['step_ms']:.3f}",
             f"{each['floor_ms']:.3f}",
             f"{each['step_ms'] / each['floor_ms']:.2f}",
+            f"{each['tflop_per_s']:.0f}",
             f"{each['host_ms']:.3f}",
         )
     Console(width=110).print(table)
@@ -335,7 +375,8 @@ def show(result: dict[str, Any]) -> None:
         ratio = each["first_token_ms"] / each["floor_ms"]
         print(
             f"prompt of {each['prompt']}: {each['first_token_ms']:.2f} ms to its first token, "
-            f"floor {each['floor_ms']:.2f}, ratio {ratio:.2f}"
+            f"floor {each['floor_ms']:.2f}, ratio {ratio:.2f}, "
+            f"{each['tflop_per_s']:.0f} TFLOP/s"
         )
 
 

@@ -4,9 +4,10 @@
     python scripts/bench_recurrent.py --model qwen3.5-27b --rows 1,8,64 --prompts 2048,8192
     python scripts/bench_recurrent.py --dry-run
 
-A layer is its delta net: projections, convolution, rule, norm, and the output's projection. A
-program has some layers with weights and state of their own, more than a card's L2 holds, each of
-which reads what the one before gave. The floor is the time in which the card copies the bytes of
+A layer is its delta net: projections, convolution, rule, norm, the output's projection, and the
+norm after it. A program has some layers with weights and state of their own, more than a card's L2
+holds, each of which reads what the one before gave; decode steps are one chain of kernels, as in a
+whole model. The floor is the time in which the card copies the bytes of
 the weights and those of the rows' state, read and written, at a rate measured in this process.
 Prompts are one row, computed in blocks and token by token. --dry-run has tiny shapes, to try the
 script without a card; its times mean nothing.
@@ -15,12 +16,9 @@ script without a card; its times mean nothing.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
-import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +29,23 @@ prepare(gpu_memory_utilization=0.9)
 
 import jax
 import jax.numpy as jnp
+from card_rates import RUNS, copy_bandwidth
+from working_tree import commit
 
 from jaxserve.layer_spec import DeltaNetSpec
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import delta_net
 from jaxserve.models.delta_net import DeltaNet
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve_kernels.matmul import linear, sum_parts
+from jaxserve_kernels import pdl
+from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.matmul import add_linear
+from jaxserve_kernels.records import installed
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 
-RUNS, CALLS = 5, 5
-"""Series of calls, of which the fastest counts, and calls of a series."""
+CALLS = 5
+"""Of a series."""
 LAYERS = 4
 TINY = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_width=4, block=16)
 
@@ -60,10 +63,10 @@ def main() -> None:
     spec = model_of(args)
     cases = [Case("decode", rows) for rows in args.rows]
     cases += [Case(kind, each) for each in args.prompts for kind in ("blocks", "one_by_one")]
-    copied = copy_bandwidth(args.dry_run)
+    copied = copy_bandwidth(tiny=args.dry_run)
     result: dict[str, Any] = {
         "card": jax.devices()[0].device_kind,
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "triton", "jax-triton")},
+        "versions": {name: installed(name) for name in ("jax", "jaxlib", "triton", "jax-triton")},
         "commit": commit(),
         "model": "tiny" if args.dry_run else args.model,
         "layers": LAYERS,
@@ -134,24 +137,36 @@ def step_of(case: Case, slots: int, block: int) -> RecurrentStep:
 def measure(case: Case, spec: ModelSpec, weights: list[DeltaNet], slots: int) -> float:
     """Seconds of all layers."""
     assert spec.state is not None
-    target, own = Target.here(), spec.state.delta_net
+    target, own_block = Target.here(), spec.state.delta_net.block
 
-    def layers(x: jax.Array, state: RecurrentState, weights: list[DeltaNet]) -> Any:
-        step = step_of(case, slots, own.block)
+    norm = jnp.ones(spec.embed, jnp.float32)
+
+    def layers(
+        x: jax.Array, state: RecurrentState, weights: list[DeltaNet], step: RecurrentStep,
+        norm: jax.Array, *, target: Target,
+    ) -> Any:  # fmt: skip
+        normed = x
         for layer, each in enumerate(weights):
-            mixed, state = delta_net.mix(each, x, state, layer, step, spec, target=target)
-            x = sum_parts(linear(mixed, each.out, target=target), x.dtype)
-        return x, state
+            mixed, state = delta_net.mix(each, normed, state, layer, step, spec, target=target)
+            x, out = add_linear(x, mixed, each.out, biased=False, target=target)
+            x, normed = add_rms_norm(x, out, norm, spec.norm_eps, target=target)
+        return normed, state
+
+    def run(x: jax.Array, state: RecurrentState, weights: list[DeltaNet], norm: jax.Array) -> Any:
+        own = (x, state, weights, step_of(case, slots, own_block), norm)
+        if case.kind == "decode":
+            return pdl.call(layers, *own, target=target)
+        return layers(*own, target=target)
 
     abstract = delta_net.abstract_state(spec, jnp.bfloat16, slots)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
     x = jax.random.normal(jax.random.key(0), (case.tokens, spec.embed), jnp.bfloat16)
-    program = jax.jit(layers, donate_argnums=1)
+    program = jax.jit(run, donate_argnums=1)
     best = math.inf
     for run in range(RUNS + 1):
         start = time.perf_counter()
         for _ in range(CALLS if run else 1):  # the first one compiles
-            out, state = program(x, state, weights)
+            out, state = program(x, state, weights, norm)
         jax.block_until_ready(out)
         best = min(best, (time.perf_counter() - start) / CALLS) if run else math.inf
     return best
@@ -169,34 +184,6 @@ def describe(
     size = sum(leaf.nbytes for leaf in weights) + 2 * case.tokens * of_row
     floor = size / copied
     return {**found, "bytes": int(size), "floor_us": floor * 1e6, "over_floor": seconds / floor}
-
-
-def copy_bandwidth(tiny: bool) -> float:
-    """Bytes per second, read plus written, of copies of 2 GiB of integers."""
-    source = jnp.ones((2**20 if tiny else 2**29,), jnp.int32)
-    call: Callable[..., Any] = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(call(source))
-    best = math.inf
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            out = call(source)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / CALLS)
-    return 2 * source.nbytes / best
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@
 `scripts/bench_pair.py` runs two of it on one card, in turns.
 
 Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
-bytes that a step must read (weights, and the keys and values of its sequences as full pages hold
-them) over the bandwidth of a large copy measured in the same process.
+bytes that a step must move (weights, the keys and values of its sequences as full pages hold them,
+and the state of their recurrent layers, read and written) over the bandwidth of a large copy
+measured in the same process. Of experts it counts those that the timed rows had: the same steps run
+once more, with a router that counts.
 """
 
 from __future__ import annotations
@@ -39,31 +41,31 @@ prepare(gpu_memory_utilization=0.92)
 import jax
 import jax.numpy as jnp
 from card_rates import copy_bandwidth
+from decode_steps import decode_plans, pages_for, step_bytes
 from random_weights import LAYER_FORMATS, encoder
 from rich.console import Console
 from rich.table import Table
 from step_report import Timing, assert_never_slower, show
+from touched_experts import touched_experts
 from working_tree import commit
 
-from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.layer_weights import Experts
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve.plan import Admission, PageEntry, Row, StepPlan
+from jaxserve.plan import StepPlan
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
-from jaxserve.startup.memory import tree_bytes
 from jaxserve.weights.fp8_copy import copying_programs, with_copies
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels.kv_format import NAMES, named
-from jaxserve_kernels.matmul import as_read
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.records import installed
-from jaxserve_kernels.target import Target
+
+WARM = 8
+"""Steps before those that are timed."""
 
 
 def main() -> None:
@@ -83,11 +85,15 @@ def main() -> None:
                     time_decode(runner, config, params, batch, context, bandwidth, args)
                     for context in args.context
                     for batch in args.batch
-                    if batch * pages_for(context + args.steps + 8, config)
+                    if batch * pages_for(context + args.steps + WARM, config)
                     <= config.cache.usable_pages
                 ]
             )
     timings = [middle(times) for times in zip(*rounds, strict=True)]
+    if config.spec.experts:
+        runner.free_state()
+        timings = over_touched(timings, config, params, bandwidth, args)
+        runner.reset()
     result = describe(args, bandwidth, timings)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +142,6 @@ def parse_args() -> argparse.Namespace:
         help="fail if a step takes more than so many times what it takes in --compare's result",
     )
     args = parser.parse_args()
-    if NAMED_MODELS[args.model].experts and not args.temperature:
-        parser.error("greedy rows are all alike, and so are their experts: pass --temperature 1")
     if args.assert_ratio and not args.compare:
         parser.error("--assert-ratio needs the result of --compare")
     return args
@@ -204,20 +208,6 @@ def copied(params: decoder.Params) -> decoder.Params:
     return with_copies(params, programs)
 
 
-def pages_for(tokens: int, config: RunnerConfig) -> int:
-    return -(-tokens // config.cache.page_size)
-
-
-def kv_bytes(config: RunnerConfig, context: int) -> float:
-    """Of a sequence's tokens as full pages hold them, in all layers: of those with a window, of as
-    many as it has."""
-    total = 0.0
-    for shape, group in zip(config.kv_shapes, config.spec.cache_groups, strict=True):
-        page = config.kv_format.page_bytes(shape, config.dtype)
-        total += min(context, group.window or context) * page / config.cache.page_size
-    return total
-
-
 def time_decode(
     runner: Runner,
     config: RunnerConfig,
@@ -228,14 +218,14 @@ def time_decode(
     args: argparse.Namespace,
 ) -> Timing:
     """Sequences of `context` tokens (the keys and values of whatever is in their pages)."""
-    plans = decode_plans(config, batch, context, args.steps + 8, args.temperature)
-    for plan in plans[:8]:
+    plans = decode_plans(config, batch, context, args.steps + WARM, args.temperature)
+    for plan in plans[:WARM]:
         pending = runner.launch(plan)
     runner.collect(pending)
     pending = None
     host: list[float] = []
     ends = [time.perf_counter()]
-    for plan in plans[8:]:
+    for plan in plans[WARM:]:
         before = time.perf_counter()
         launched = runner.launch(plan)
         host.append(time.perf_counter() - before)
@@ -245,7 +235,7 @@ def time_decode(
         pending = launched
     runner.collect(pending)
     ends.append(time.perf_counter())
-    read = weight_bytes(params, config.spec, batch) + batch * kv_bytes(config, context)
+    moved = step_bytes(config, params, batch, context)
     kernels, temp = runner.describe_decode(batch)
     return Timing(
         batch=batch,
@@ -253,48 +243,30 @@ def time_decode(
         step_ms=median(after - before for before, after in itertools.pairwise(ends)) * 1e3,
         mean_ms=(ends[-1] - ends[0]) / args.steps * 1e3,
         host_ms=median(host) * 1e3,
-        floor_ms=read / bandwidth * 1e3,
+        floor_ms=moved / bandwidth * 1e3,
         kernels=kernels,
         temp_mb=temp / 2**20,
     )
 
 
-def weight_bytes(params: decoder.Params, spec: ModelSpec, batch: int) -> int:
-    """Returns what a step of so many tokens must read of the weights: of an embedding that is not
-    the output matrix, too, a row for each token, and of experts those that some token has, if each
-    chooses at random."""
-    total = tree_bytes(as_read(params, batch, target=Target.here()))
-    if spec.experts:
-        missed = (1 - spec.experts.top_k / spec.experts.num_experts) ** batch
-        nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Experts))
-        of_experts = [node for node in nodes if isinstance(node, Experts)]
-        total -= round(missed * tree_bytes(of_experts))
-    if params.lm_head is None:
-        return total
-    rows = jax.tree.leaves(params.embedding)[0].shape[0]
-    return total - tree_bytes(params.embedding) * (rows - batch) // rows
-
-
-def decode_plans(
-    config: RunnerConfig, batch: int, context: int, steps: int, temperature: float
-) -> list[StepPlan]:
-    """Steps of `batch` sequences that hold `context` tokens; the first one admits them."""
-    per_seq = pages_for(context + steps, config)
-    params = SamplingParams(max_tokens=steps, temperature=temperature)
-    admissions = tuple(Admission(slot, params) for slot in range(batch))
-    pages = tuple(
-        PageEntry(slot, position, 1 + slot * per_seq + position)
-        for slot in range(batch)
-        for position in range(per_seq)
+def over_touched(
+    timings: list[Timing],
+    config: RunnerConfig,
+    params: decoder.Params,
+    bandwidth: float,
+    args: argparse.Namespace,
+) -> list[Timing]:
+    """With floors of the experts that the rows had. The steps run again, as they were timed."""
+    runs = (
+        decode_plans(config, each.batch, each.context, args.steps + WARM, args.temperature)
+        for each in timings
     )
-    return [
-        StepPlan(
-            rows=tuple(Row(slot, slot, context + step, (), True) for slot in range(batch)),
-            admissions=() if step else admissions,
-            pages=() if step else pages,
-        )
-        for step in range(steps)
-    ]
+    found: list[Timing] = []
+    for each, experts in zip(timings, touched_experts(config, params, runs, WARM), strict=True):
+        moved = step_bytes(config, params, each.batch, each.context, experts)
+        floor_ms = moved / bandwidth * 1e3
+        found.append(dataclasses.replace(each, floor_ms=floor_ms, experts=experts))
+    return found
 
 
 def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, steps: int) -> None:

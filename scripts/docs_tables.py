@@ -132,6 +132,26 @@ def weight_steps() -> str:
     return table(head, rows, "quantized_steps_h100")
 
 
+def experts() -> str:
+    """Of a layer over the floor, at many rows of a dense product's rate; of a whole step."""
+    result = measured("experts_h200")
+    cases = [case for run in result["runs"] for case in run["experts"] if not case["dense"]]
+    steps = {(run["model"], run["format"]): run["timings"][0] for run in result["steps"]}
+    few = sorted({case["rows"] for case in cases} - {2048})
+    rows: list[list[str]] = []
+    for key in dict.fromkeys((case["model"], case["format"]) for case in cases):
+        own = {case["rows"]: case for case in cases if (case["model"], case["format"]) == key}
+        step = steps.get(key)
+        rows.append([
+            " ".join(key),
+            *(f"{own[size]['over_floor']:.2f}" for size in few),
+            f"{100 * own[2048]['of_dense_rate']:.0f} %",
+            f"{step['over_floor']:.2f}" if step else "",
+        ])  # fmt: skip
+    head = ["experts", *(f"{size} row{'s' if size > 1 else ''}" for size in few)]
+    return table([*head, "2,048 rows", "whole step, 1 row"], rows, "experts_h200")
+
+
 def kv_speed() -> str:
     rows: list[list[str]] = []
     for name in ("bf16", "int8", "kvarn_k4v2_g128"):
@@ -320,6 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "starts": starts,
     "decode-steps": decode_steps,
     "weight-steps": weight_steps,
+    "experts": experts,
     "kv-speed": kv_speed,
     "policies": policies,
     "parity": parity,

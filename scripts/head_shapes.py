@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from jaxserve.layer_spec import LayerSpec
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft, ModelDraft
+from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft, ModelDraft, MtpDraft
 from jaxserve.models.registry import NAMED_MODELS
 
 
@@ -46,6 +46,12 @@ def eagle3(spec: ModelSpec) -> Eagle3Draft:
     return Eagle3Draft(body=body, taps=taps, target_vocab=spec.vocab_size)
 
 
+def mtp(spec: ModelSpec) -> MtpDraft:
+    """As Qwen publishes it beside Qwen3.5: a layer with full attention."""
+    layer = next(each for each in spec.layers if each.attention is not None)
+    return MtpDraft(body=dataclasses.replace(spec, layers=(layer,)))
+
+
 def _layer(spec: ModelSpec, *, qk_norm: bool) -> LayerSpec:
     """One of the model's, with norms of queries and keys or without."""
     layer = spec.layers[0]
@@ -68,6 +74,7 @@ HEADS: dict[str, Callable[[ModelSpec], DraftSpec]] = {
     "dspark": dspark,
     "dflash": dflash,
     "eagle3": eagle3,
+    "mtp": mtp,
 }
 
 DRAFTS: dict[str, Callable[[ModelSpec], DraftSpec]] = {**HEADS, "draft": small}

@@ -35,9 +35,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from random_weights import LAYER_FORMATS, encoder
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import decoder
+from jaxserve.models import decoder, delta_net
 from jaxserve.models.drafts import loading
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
@@ -119,10 +119,14 @@ def inspect(
         old.unlink()
     groups = len(spec.cache_groups)
     cache = kv_cache.cache_config(spec, [PAGES] * groups, PAGE_SIZE)
+    recurrent = delta_net.abstract_state(spec, jnp.bfloat16, MAX_SEQS + 1)
     state = DeviceState(
-        kv=tuple(
-            named(kv_cache_dtype).abstract(each, jnp.bfloat16)
-            for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
+        kv=(
+            *(
+                named(kv_cache_dtype).abstract(each, jnp.bfloat16)
+                for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
+            ),
+            *(() if recurrent is None else (recurrent,)),
         ),
         sequences=jax.ShapeDtypeStruct(
             sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE, groups), jnp.int32
@@ -131,7 +135,7 @@ def inspect(
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
         drafting=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
-        if isinstance(draft, Eagle3Draft)
+        if isinstance(draft, Eagle3Draft | MtpDraft)
         else None,
     )
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)

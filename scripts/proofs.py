@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
 RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
+HYBRIDS = {"27b": "qwen3.5-27b", "35b_a3b": "qwen3.5-35b-a3b"}
 CLIENTS = "1,8,32,64,128,256"
 BATCH = "1,2,4,8,16,32,64,128,256"
 NEEDS = {
@@ -86,18 +87,14 @@ PROOFS = {
         ),
     ),
     "experts": Proof(
-        "mixtures of experts: layers of 1 to 2,048 rows in every format over their floor, whole"
-        " decode steps, and launches that no card has timed yet",
-        14,
+        "mixtures of experts: layers of 1 to 2,048 rows in every format over their floor, and"
+        " whole decode steps over that of the experts touched",
+        12,
         (
             "scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16,int4,fp8"
             " --rows 1,8,32,64,256,2048 --budget 240 --out {out}/qwen3_30b_a3b.json",
             "scripts/bench_experts.py --models gpt-oss-20b --formats mxfp4"
             " --rows 1,8,32,64,256,2048 --budget 120 --out {out}/gpt_oss_20b.json",
-            "scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 8,2048 --sweep"
-            " --profile --budget 120 --out {out}/launches_bf16.json",
-            "scripts/bench_experts.py --models qwen3-30b-a3b --formats int4 --rows 8 --sweep"
-            " --profile --budget 120 --out {out}/launches_int4.json",
             *(
                 f"scripts/bench_step.py --model {model}{flags} --batch 1,8,32,64,256 --steps 40"
                 f" --temperature 1 --kv-gib 40 --out {{out}}/step_{name}.json"
@@ -108,6 +105,52 @@ PROOFS = {
                 )
             ),
         ),
+    ),
+    "recurrent": Proof(
+        "recurrent layers of hybrid models: decode over the floor, prompts in both forms",
+        3,
+        tuple(
+            f"scripts/bench_recurrent.py --model {model} --rows 1,8,32,64"
+            f" --out {{out}}/recurrent_{name}.json"
+            for name, model in HYBRIDS.items()
+        ),
+    ),
+    "hybrid-steps": Proof(
+        "whole steps of hybrid models: decode over the floor, TFLOP/s of prompts",
+        12,
+        (
+            *(
+                f"scripts/bench_step.py --model {HYBRIDS[model]}{flags} --batch {rows} --steps 40"
+                f" --kv-gib 5 --out {{out}}/step_{model}_{weights}.json"
+                for model, weights, rows, flags in (
+                    ("27b", "bf16", "1,8,32", ""),
+                    ("27b", "int4", "1,8,32,64", " --quantization int4 --lm-head-dtype int8"),
+                    ("35b_a3b", "fp8", "1,8,32,64", " --quantization fp8 --temperature 1"),
+                )
+            ),
+            *(
+                f"scripts/bench_mixed.py --model {HYBRIDS[model]}{flags} --buckets 512,2048"
+                f" --decodes 8 --prompts 2048,8192 --steps 6"
+                f" --out {{out}}/mixed_{model}_{weights}.json"
+                for model, weights, flags in (
+                    ("27b", "bf16", ""),
+                    ("35b_a3b", "fp8", " --quantization fp8"),
+                )
+            ),
+        ),
+    ),
+    "hybrid-serving": Proof(
+        "a hybrid model over HTTP: first tokens cold and cached, closed loops; int4",
+        5,
+        (
+            "scripts/bench_serving.py --url {url} --prefix-hit 1024,4096"
+            " --out {out}/first_token.json",
+            "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
+            " --out {out}/serving.json",
+        ),
+        server="--model qwen3.5-27b --load-format dummy --cache-dir {cache} --forbid-compiles"
+        " --quantization int4 --max-model-len 8192 --decode-buckets 1,8,32,64"
+        " --prefill-buckets 512,2048",
     ),
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",

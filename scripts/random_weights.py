@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from matmul_report import COPY
 
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.quantization import HeadFormat, Quantization
+from jaxserve.models.quantization import MATRICES, HeadFormat, Quantization
 from jaxserve_checkpoints.load import Encode
 from jaxserve_kernels import weights
 
@@ -64,7 +64,7 @@ def encoder(spec: ModelSpec, layers: str | None, head: HeadFormat | None) -> Enc
     quantize = jax.jit(QUANTIZE[layers or "bf16"])
 
     def encode(path: str, array: jax.Array) -> Any:
-        of_a_layer = path.rpartition(".")[2] in ("qkv", "out", "gate_up", "down")
+        of_a_layer = path.rpartition(".")[2] in MATRICES
         return quantize(array) if of_a_layer else encode_head(path, array)
 
     return encode

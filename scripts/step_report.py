@@ -27,6 +27,8 @@ class Timing:
     floor_ms: float
     kernels: int
     temp_mb: float
+    experts: float | None = None
+    """Of a layer, that some row had; None: the model has none."""
 
     @property
     def ratio(self) -> float:
@@ -62,6 +64,9 @@ def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
     ):
         table.add_column(column, justify="right")
     table.add_column("tok/s", justify="right")
+    touched = any(t.get("experts") for t in result["timings"])
+    if touched:
+        table.add_column("experts", justify="right")
     if earlier:
         table.add_column("before ms", justify="right")
         table.add_column("change", justify="right")
@@ -78,6 +83,8 @@ def show(result: dict[str, Any], earlier: dict[str, Any] | None) -> None:
             str(timing.kernels),
             f"{timing.batch / timing.step_ms * 1e3:.0f}",
         ]
+        if touched:
+            cells.append(f"{timing.experts:.1f}")
         if earlier:
             before = known.get((timing.batch, timing.context))
             cells += (

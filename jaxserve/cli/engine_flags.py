@@ -220,8 +220,8 @@ def add_engine_flags(add: AddArgument) -> None:
         type=speculation,
         help="verify drafts of next tokens where that is faster: off, or vLLM's JSON, e.g. "
         '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 3}\' or '
-        '\'{"method": "dspark", "model": FOLDER_OR_ID}\' (default: '
-        "ngram with 7 tokens on a GPU, off on a CPU)",
+        '\'{"method": "dspark", "model": FOLDER_OR_ID}\', or "mtp" for weights of the model itself '
+        "(default: ngram with 7 tokens on a GPU, off on a CPU)",
     )
     add(
         "--compile-workers",

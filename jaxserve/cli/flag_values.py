@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from jaxserve.config import (
     HEAD_METHODS,
+    MTP_METHODS,
     NO_SPECULATION,
     SPECULATION_METHODS,
     TEMPLATE_VARIABLES,
@@ -176,6 +177,10 @@ _SPECULATION = {
 }
 
 
+_MTP_DRAFTS = 3
+"""Where nothing is said. Each is a pass through the output matrix. A rule, not measured."""
+
+
 def speculation(text: str) -> SpeculationConfig:
     """`off`, or a JSON object as vLLM takes it."""
     if text.strip().lower() in ("off", "none", "null"):
@@ -188,8 +193,11 @@ def speculation(text: str) -> SpeculationConfig:
         raise argparse.ArgumentTypeError(f"must be off or a JSON object, not {text!r}")
     fields = cast(dict[str, object], given)
     model = fields.pop("model", None)
-    methods = SPECULATION_METHODS if model is None else HEAD_METHODS
+    methods = (*SPECULATION_METHODS, *MTP_METHODS) if model is None else HEAD_METHODS
     method = fields.pop("method", methods[0])
+    native = method in MTP_METHODS
+    if native:
+        fields.setdefault("num_speculative_tokens", _MTP_DRAFTS)
     if method not in methods:
         what = "without a model" if model is None else "with a model"
         raise argparse.ArgumentTypeError(
@@ -204,7 +212,7 @@ def speculation(text: str) -> SpeculationConfig:
             raise argparse.ArgumentTypeError(f"{name} must be a positive integer, not {value!r}")
     try:
         values = {_SPECULATION[name]: value for name, value in fields.items()}
-        return SpeculationConfig(model=model, **values)  # pyright: ignore[reportArgumentType]
+        return SpeculationConfig(model=model, native=native, **values)  # pyright: ignore[reportArgumentType]
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

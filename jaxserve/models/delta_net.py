@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +12,17 @@ from jax.typing import DTypeLike
 
 from jaxserve.layer_spec import DeltaNetSpec
 from jaxserve.model_spec import ModelSpec
-from jaxserve_kernels.causal_conv import causal_conv
+from jaxserve_kernels.causal_conv import causal_conv, convolve, keep_inputs
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
     RuleTokens,
     RuleWeights,
+    advance_state,
     gated_delta_rule,
+    rule_outputs,
 )
-from jaxserve_kernels.matmul import QuantizedTokens, linear, plain
+from jaxserve_kernels.matmul import QuantizedTokens, linear, plain, sum_parts
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
@@ -73,16 +76,41 @@ def abstract_state(spec: ModelSpec, dtype: DTypeLike, slots: int) -> RecurrentSt
     )
 
 
+class LayerInputs(NamedTuple):
+    """What a layer's state takes of a step's tokens, in the dtype of activations."""
+
+    conv: Array  # [tokens, channels], see `causal_conv.reference.keep_inputs`
+    qkv: Array  # [tokens, channels], see `gated_delta_rule.reference.advance_state`
+    gates: Array  # [tokens, 2 * value_heads]
+
+
+class Unsettled(NamedTuple):
+    """State before a step of which it is not known yet how many tokens count. Layers read it, and
+    leave what they would change: `settle` does that."""
+
+    state: RecurrentState
+    inputs: tuple[LayerInputs, ...] = ()
+    """Of the layers so far."""
+
+
+def input_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Returns the bytes of a token's `LayerInputs` in all layers."""
+    if spec.state is None:
+        return 0
+    own = spec.state.delta_net
+    return len(spec.state.layers) * 2 * (own.channels + own.value_heads) * itemsize
+
+
 def mix(
     weights: DeltaNet,
     normed: Array | QuantizedTokens,
-    state: RecurrentState,
+    state: RecurrentState | Unsettled,
     layer: int,
     step: RecurrentStep,
     spec: ModelSpec,
     *,
     target: Target,
-) -> tuple[Array, RecurrentState]:
+) -> tuple[Array, RecurrentState | Unsettled]:
     """A step's tokens through a delta net, but for its output projection.
 
     Args:
@@ -94,20 +122,76 @@ def mix(
     Returns:
       [tokens, values] in the dtype of activations, and state.
     """
-    assert spec.state is not None
-    own = spec.state.delta_net
     projected = linear(normed, weights.in_proj, target=target)
     gates = linear(plain(normed), weights.in_gates, jnp.float32, target=target)
+    if isinstance(state, Unsettled):
+        assert layer == len(state.inputs)
+        own = (weights, projected, gates, state.state, layer, step, spec)
+        out, inputs = _looked_ahead(*own, target=target)
+        return out, state._replace(inputs=(*state.inputs, inputs))
     mixed, conv = causal_conv(projected, weights.conv, state.conv, layer, step, target=target)
     out, delta = gated_delta_rule(
         RuleTokens(mixed, gates, projected),
         RuleWeights(weights.a_log, weights.dt_bias, weights.norm),
         *(state.delta, layer, step),
-        config=RuleConfig(
-            heads=Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim),
-            block=own.block,
-            eps=spec.norm_eps,
-        ),
+        config=_rule_config(spec),
         target=target,
     )
     return out, RecurrentState(conv, delta)
+
+
+def _looked_ahead(
+    weights: DeltaNet,
+    projected: Array,
+    gates: Array,
+    state: RecurrentState,
+    layer: int,
+    step: RecurrentStep,
+    spec: ModelSpec,
+    *,
+    target: Target,
+) -> tuple[Array, LayerInputs]:
+    """`mix` of an unsettled step."""
+    mixed = convolve(projected, weights.conv, state.conv, layer, step, target=target)
+    out = rule_outputs(
+        RuleTokens(mixed, gates, projected),
+        RuleWeights(weights.a_log, weights.dt_bias, weights.norm),
+        *(state.delta, layer, step),
+        config=_rule_config(spec),
+        target=target,
+    )
+    channels, dtype = weights.conv.shape[0], state.conv.dtype
+    conv = sum_parts(projected[..., :channels], dtype)
+    return out, LayerInputs(conv, mixed, sum_parts(gates, dtype))
+
+
+def settle(
+    weights: Sequence[DeltaNet],
+    unsettled: Unsettled,
+    step: RecurrentStep,
+    spec: ModelSpec,
+    *,
+    target: Target,
+) -> RecurrentState:
+    """Returns the state behind a step.
+
+    Args:
+      weights: of all recurrent layers.
+      step: the tokens that count, of those of the step (`RecurrentStep.cut`). The same numbers are
+        computed in the same order as if there had been no others.
+    """
+    (conv, delta), config = unsettled.state, _rule_config(spec)
+    for layer, (own, inputs) in enumerate(zip(weights, unsettled.inputs, strict=True)):
+        with jax.named_scope(f"settle_{layer}"):
+            conv = keep_inputs(inputs.conv, conv, layer, step.rows, target=target)
+            rule = RuleWeights(own.a_log, own.dt_bias, own.norm)
+            arrays = (inputs.qkv, inputs.gates, rule, delta, layer, step)
+            delta = advance_state(*arrays, config=config, target=target)
+    return RecurrentState(conv, delta)
+
+
+def _rule_config(spec: ModelSpec) -> RuleConfig:
+    assert spec.state is not None
+    own = spec.state.delta_net
+    heads = Heads(own.key_heads, own.value_heads, own.key_dim, own.value_dim)
+    return RuleConfig(heads=heads, block=own.block, eps=spec.norm_eps)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxserve.layer_spec import Activation, ExpertsSpec
+from jaxserve.layer_spec import Activation
 from jaxserve.model_spec import CachePlace, ModelSpec
 from jaxserve.models import attention_prologue, delta_net
-from jaxserve.models.layer_weights import Layer, SharedExpert
+from jaxserve.models.delta_net import Unsettled
+from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
@@ -25,21 +25,21 @@ from jaxserve_kernels.matmul import (
     gated_linear,
     linear,
     plain,
-    sum_parts,
     token_format,
 )
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
+from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
-type Caches = tuple[KV | RecurrentState, ...]
+type Caches = tuple[KV | RecurrentState | Unsettled, ...]
 """The keys and values of each cache group of a model (`ModelSpec.cache_groups`), then the state of
-its recurrent layers, if it has any."""
+its recurrent layers, if it has any; in a verify step that is unsettled."""
 
 
 def paged(kv: Caches) -> tuple[KV, ...]:
     """The caches without the state of recurrent layers."""
-    return tuple(each for each in kv if not isinstance(each, RecurrentState))
+    return tuple(each for each in kv if not isinstance(each, RecurrentState | Unsettled))
 
 
 type Normed = Array | QuantizedTokens
@@ -105,7 +105,7 @@ def mix(
 ) -> tuple[Array, Caches]:
     """What the output projection reads [tokens, mixed], in `dtype`, and the caches."""
     group, cache = place.group, kv[place.group]
-    if isinstance(cache, RecurrentState):
+    if isinstance(cache, RecurrentState | Unsettled):
         assert layer.delta is not None and tokens.recurrent is not None
         own = (layer.delta, normed, cache, place.layer, tokens.recurrent, spec)
         mixed, cache = delta_net.mix(*own, target=target)
@@ -194,33 +194,17 @@ def _experts(
     )
     tokens = plain(normed)
     scores = linear(tokens, layer.router, jnp.float32, target=target)
-    ids, weights, lists = route(scores, routing, layer.router_bias, target=target)
+    ids, weights = route(scores, routing, layer.router_bias, target=target)
     stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
-    update = experts(
-        tokens, ids, weights, stack, activation=own.activation, lists=lists, target=target
-    )
+    update = experts(tokens, ids, weights, stack, activation=own.activation, target=target)
     if layer.shared is not None:
-        score = sum_parts(scores, jnp.float32)[:, own.num_experts :]
-        update = _with_shared(update, tokens, layer.shared, score, own, target=target)
+        assert own.activation != "swiglu_oss"
+        gated = gated_linear(tokens, layer.shared.gate_up, activation=own.activation, target=target)
+        every = linear(gated, layer.shared.down, target=target)
+        update = add_shared_expert(
+            *(update, every, scores), column=own.num_experts, dtype=x.dtype, target=target
+        )
     return x, update
-
-
-def _with_shared(
-    update: Array,
-    tokens: Array,
-    shared: SharedExpert,
-    score: Array,
-    spec: ExpertsSpec,
-    *,
-    target: Target,
-) -> Array:
-    """The experts' partial sums and the shared expert of tokens, times the sigmoid of its score
-    [tokens, 1]: one part, added in float32."""
-    assert spec.activation != "swiglu_oss"
-    gated = gated_linear(tokens, shared.gate_up, activation=spec.activation, target=target)
-    parts = linear(gated, shared.down, target=target)
-    every = sum_parts(parts, jnp.float32) * jax.nn.sigmoid(score)
-    return (sum_parts(update, jnp.float32) + every).astype(tokens.dtype)[None]
 
 
 def _activation(spec: ModelSpec) -> Activation:

@@ -51,7 +51,8 @@ def _mxfp4(array: Array) -> Weight:
     return quantize_mxfp4(jnp.pad(array, ((0, 0), (0, missing))))
 
 
-_MATRICES = ("qkv", "out", "gate_up", "down", "in_proj")
+MATRICES = ("qkv", "out", "gate_up", "down", "in_proj")
+"""Leaves of layers that `layers` quantises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +93,14 @@ class Quantization:
         if self.method == "awq" and spec.state is not None:
             raise ConfigError("--quantization-method awq does not know delta nets: use hqq or rtn")
         head = "embedding" if spec.tie_embeddings else "lm_head"
-        formats: dict[str, str | None] = dict.fromkeys(_MATRICES, self.layers)
+        formats: dict[str, str | None] = dict.fromkeys(MATRICES, self.layers)
         formats[head] = self.head
 
         def encode(path: str, array: Array) -> Any:
             leaf = path.rpartition(".")[2]
             if self.experts is not None and ".experts." in path:
                 return _mxfp4(array)
-            if leaf in _MATRICES and self.method == "hqq":
+            if leaf in MATRICES and self.method == "hqq":
                 return _hqq(array)
             name = formats.get(leaf)
             return array if name is None else _QUANTIZERS[name](array)

@@ -52,6 +52,9 @@ _FAMILIES: tuple[Family, ...] = (
     *(qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text),
 )
 
+_WITH_MTP = (qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text)
+"""Families whose checkpoints have weights for multi-token prediction, under the same names."""
+
 ARCHITECTURES: Mapping[str, Family] = {family.ARCHITECTURE: family for family in _FAMILIES}
 
 
@@ -88,3 +91,16 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
     """Which tensors of a Hugging Face checkpoint make up each leaf of `decoder.Params`."""
     return ARCHITECTURES[spec.architecture].rules(spec)
+
+
+def mtp_body(spec: ModelSpec) -> ModelSpec | None:
+    """Returns the layer that a family has for multi-token prediction, as a model of that layer;
+    None: it has none."""
+    known = any(spec.architecture == family.ARCHITECTURE for family in _WITH_MTP)
+    return qwen3_5.mtp_body(spec) if known else None
+
+
+def mtp_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
+    """Which tensors of a checkpoint make up each leaf of `mtp.MtpParams`; the model's are left
+    out."""
+    return qwen3_5.mtp_rules(spec)

@@ -32,6 +32,14 @@ _CLOSING_SECONDS = 10.0
 """For copies in flight to end. Far above what they take: more means a device that hangs."""
 
 
+type Written = Callable[[], bool]
+"""Tells, without waiting, whether a slot is written. Raises if it never will be."""
+
+
+def _now() -> bool:
+    return True
+
+
 class Completion(NamedTuple):
     """A copy that has ended."""
 
@@ -54,8 +62,9 @@ class Copier(Protocol):
         """What was copied; changed by `poll`."""
         ...
 
-    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
-        """Copy a slot of the store ring, which is known to be written, to the host."""
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Written = _now) -> None:
+        """Copy a slot of the store ring to the host as soon as it is `written`, which another
+        thread asks."""
         ...
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
@@ -109,6 +118,8 @@ class _Job(NamedTuple):
     ring_slot: int
     host_slot: int
     tag: int
+    begins: Written
+    """Whether the copy may begin."""
 
 
 class _Ended(NamedTuple):
@@ -167,19 +178,25 @@ class PageCopier:
         self._checkers = ThreadPoolExecutor(_CHECKERS, "offload-checksum") if verify else None
         self._lanes = {
             direction: Lane[_Job](
-                f"offload-{direction.name.lower()}", link, self._chunks, self._copied, depth
+                f"offload-{direction.name.lower()}",
+                link,
+                self._chunks,
+                self._copied,
+                depth,
+                ready=_begins,
             )
             for direction, link in zip(Direction, links, strict=True)
         }
 
-    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Written = _now) -> None:
         """As in `Copier`."""
         self._slab.checksums[host_slot] = None
-        self._lanes[Direction.STORE].submit(_Job(Direction.STORE, ring_slot, host_slot, tag))
+        job = _Job(Direction.STORE, ring_slot, host_slot, tag, written)
+        self._lanes[Direction.STORE].submit(job)
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
         """As in `Copier`."""
-        job = _Job(Direction.LOAD, ring_slot, host_slot, tag)
+        job = _Job(Direction.LOAD, ring_slot, host_slot, tag, _now)
         if self._checkers is None:
             self._lanes[Direction.LOAD].submit(job)
         else:
@@ -345,6 +362,10 @@ class CudaCopier(PageCopier):
             depth=depth,
             counters=counters,
         )
+
+
+def _begins(job: _Job) -> bool:
+    return job.begins()
 
 
 def pieces(nbytes: int, most: int) -> Iterator[tuple[int, int]]:

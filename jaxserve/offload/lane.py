@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 _AGAIN = 0.05
 """Seconds after which a link that could not say so is asked again whether its copies have ended."""
 
+_LOOK = 0.0002
+"""Seconds between two looks at whether a job may begin."""
+
 _SILENT = "the device does not say whether earlier copies have ended"
 
 DEPTH = 4
@@ -88,16 +91,20 @@ class Lane[Job]:
         chunks: Callable[[Job], Sequence[Chunk]],
         ended: Callable[[Job, str | None, float], None],
         depth: int = DEPTH,
+        *,
+        ready: Callable[[Job], bool],
     ):
         """
         Args:
           name: of the thread.
           chunks: what a job copies.
+          ready: whether a job may begin, without waiting. What it raises becomes the job's error.
           ended: called in the lane's thread, or in that of `submit`, with the job, what went wrong
             and the seconds that it took.
           depth: chunks that are on their way at once.
         """
         self._link, self._chunks, self._ended, self._depth = link, chunks, ended, depth
+        self._ready = ready
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closed = False
         self._unusable: str | None = None
@@ -152,8 +159,20 @@ class Lane[Job]:
         if self._unsure:
             self._drain()
 
+    def _await(self, job: Job) -> str | None:
+        """Wait until a job may begin, and see to the jobs before it meanwhile. Returns why it never
+        may."""
+        try:
+            while not self._closed and not self._ready(job):
+                self._retire() if self._flying else time.sleep(_LOOK)
+        except Exception as error:
+            return str(error) or repr(error)
+        return None
+
     def _begin(self, job: Job) -> None:
-        refusal = "the copier is closed" if self._closed else self._unusable
+        refusal = self._await(job) or self._unusable
+        if self._closed:
+            refusal = "the copier is closed"
         if refusal is None and self._unsure:
             refusal = _SILENT
         if refusal is not None:

@@ -6,6 +6,7 @@ pass of the head: its drafts lie on the device before the host knows where the n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,19 +15,28 @@ from jax import Array
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.drafts import block, eagle3
+from jaxserve.models.drafts import block, eagle3, mtp
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.draw import draw
 from jaxserve.models.drafts.eagle3 import Eagle3Params
+from jaxserve.models.drafts.mtp import MtpParams
 from jaxserve.models.drafts.places import Ends
-from jaxserve.models.drafts.spec import BlockDraft, DraftSpec, Eagle3Draft, ModelDraft
+from jaxserve.models.drafts.spec import (
+    BlockDraft,
+    DraftSpec,
+    Eagle3Draft,
+    EntryDraft,
+    ModelDraft,
+    MtpDraft,
+)
 from jaxserve.models.layer import Caches, StepTokens, paged
-from jaxserve.runner import eagle3_step, model_drafts
+from jaxserve.runner import entry_step, model_drafts
+from jaxserve.runner.entry_step import EntryHead
 from jaxserve_kernels.kv_format import page_size
 from jaxserve_kernels.sampler import RowAdjustments, RowSampling, SlotTables
 from jaxserve_kernels.target import Target
 
-type HeadParams = BlockParams | Eagle3Params | decoder.Params
+type HeadParams = BlockParams | Eagle3Params | MtpParams | decoder.Params
 """The weights of a head or of a draft model."""
 
 
@@ -50,6 +60,24 @@ def taps_of(draft: DraftSpec | None) -> tuple[int, ...]:
     return () if draft is None else draft.taps
 
 
+def finish_rows(
+    params: decoder.Params,
+    draft: DraftSpec | None,
+    pre_mlp: decoder.PreMLP,
+    rows: Array,
+    tapped: Sequence[Array],
+    spec: ModelSpec,
+    *,
+    target: Target,
+) -> tuple[Array, Sequence[Array]]:
+    """Returns the hidden states after the final norm of the tokens at `rows`, and what the head
+    reads: `tapped`, or of MTP those states of all tokens."""
+    if not isinstance(draft, MtpDraft):
+        return decoder.finish(params, pre_mlp.of(rows), spec, target=target), tapped
+    every = decoder.finish(params, pre_mlp, spec, target=target)
+    return every[rows], (every,)
+
+
 def remember(
     params: StepParams,
     draft: DraftSpec | None,
@@ -64,9 +92,10 @@ def remember(
     target: Target,
 ) -> tuple[Caches, Any]:
     """Returns the caches with what the head will see of a step's tokens, and what becomes of `kept`
-    in `keep`: of EAGLE-3 its states of them [tokens, embed], of a draft model its cache.
+    in `keep`: of EAGLE-3 and MTP the states of them [tokens, embed], of a draft model its cache.
 
     Args:
+      tapped: of MTP the tokens' hidden states after the final norm.
       kept: see `DeviceState.drafting`.
       sequences: see `sequence_state`.
       tile_size: of the step; None: each token is the next one of its sequence.
@@ -83,10 +112,33 @@ def remember(
         assert isinstance(head, decoder.Params)
         own = (head, draft, kept, tokens)
         return kv, model_drafts.write_tokens(*own, tile_size=tile_size, target=target)
+    (states,) = tapped if isinstance(draft, MtpDraft) else [_states(head, tapped, target=target)]
+    entries = _entry_head(params, draft, first=first, target=target)
+    return entry_step.write_entries(entries, kv, tokens, states, kept, sequences), states
+
+
+def _states(head: HeadParams, tapped: Sequence[Array], *, target: Target) -> Array:
     assert isinstance(head, Eagle3Params)
-    states = eagle3.states(head, tapped, target=target)
-    own = (head, draft, params.model.embedding, kv, tokens, states, kept, sequences)
-    return eagle3_step.write_entries(*own, first=first, target=target), states
+    return eagle3.states(head, tapped, target=target)
+
+
+def _entry_head(params: WithHead, draft: EntryDraft, *, first: int, target: Target) -> EntryHead:
+    """`first`: see `eagle3.extend`."""
+    head, model, where = params.head, params.model, {"first": first, "target": target}
+    own = (head, draft, model.embedding)
+    if isinstance(draft, MtpDraft):
+        assert isinstance(head, MtpParams)
+        return EntryHead(
+            functools.partial(mtp.store, *own, **where),
+            functools.partial(mtp.extend, *own, tile_size=1, **where),
+            functools.partial(decoder.logits, model, target=target),
+        )
+    assert isinstance(head, Eagle3Params)
+    return EntryHead(
+        functools.partial(eagle3.store, *own, **where),
+        functools.partial(eagle3.extend, *own, tile_size=1, **where),
+        functools.partial(eagle3.scores, head, draft, target=target),
+    )
 
 
 def keep(
@@ -98,11 +150,11 @@ def keep(
     slots: Array,
     lengths: Array,
 ) -> tuple[Any, Array]:
-    """Returns `DeviceState.drafting` and the sequence state behind a step, see `eagle3_step.keep`.
+    """Returns `DeviceState.drafting` and the sequence state behind a step, see `entry_step.keep`.
     `states` is of `remember`."""
-    if not isinstance(draft, Eagle3Draft):
+    if not isinstance(draft, Eagle3Draft | MtpDraft):
         return states, sequences
-    return eagle3_step.keep(kept, sequences, states, last, slots, lengths)
+    return entry_step.keep(kept, sequences, states, last, slots, lengths)
 
 
 def first_layer(spec: ModelSpec) -> int:
@@ -131,7 +183,7 @@ def draft_ahead(
 
     Args:
       page_table: of the first cache, int32 [slots + 1, pages_per_seq].
-      states: [rows, embed], those of EAGLE-3 of the tokens before the last ones.
+      states: [rows, embed], those of EAGLE-3 and MTP of the tokens before the last ones.
       kept: see `DeviceState.drafting`.
       rows, adjustments: of one position of each row; that position is not used.
       most: drafts for each row.
@@ -147,10 +199,10 @@ def draft_ahead(
         return draw(scores, here, adjustments, tables, vocab=vocab, target=target)
 
     most, first = min(most, draft.num_drafts), first_layer(spec)
-    if isinstance(draft, Eagle3Draft):
-        assert isinstance(params.head, Eagle3Params) and states is not None
-        own = (params.head, draft, params.model.embedding, kv, page_table, ends, states, choose)
-        return *eagle3_step.draft_tokens(*own, first=first, most=most, target=target), kept
+    if isinstance(draft, Eagle3Draft | MtpDraft):
+        assert states is not None
+        own = (_entry_head(params, draft, first=first, target=target), kv, page_table, ends)
+        return *entry_step.draft_tokens(*own, states, choose, most=most), kept
     if isinstance(draft, ModelDraft):
         assert isinstance(params.head, decoder.Params)
         own = (params.head, draft, kept, page_table, ends, choose)

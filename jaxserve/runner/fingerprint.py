@@ -30,7 +30,7 @@ _OURS = (
     *("api.py", "config.py", "layer_spec.py", "model_spec.py", "plan.py", "views.py"),
     *(f"models/{name}.py" for name in ("attention_prologue", "decoder", "delta_net")),
     *(f"models/{name}.py" for name in ("layer", "layer_weights", "rope")),
-    *(f"models/drafts/{name}.py" for name in ("block", "draw", "eagle3", "places", "spec")),
+    *(f"models/drafts/{name}.py" for name in ("block", "draw", "eagle3", "mtp", "places", "spec")),
     *("programs/*.py", "runner/*.py"),
 )
 """The files of jaxserve that programs depend on; `tests/test_layering.py` checks the list."""

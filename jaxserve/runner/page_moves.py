@@ -26,8 +26,8 @@ from jaxserve.runner.state_pieces import StatePieces
 from jaxserve_kernels.kv_format import CacheShape, KVFormat
 from jaxserve_kernels.recurrent_state import RecurrentState
 
-SIZES = (32, 8, 1)
-"""Pages that one call moves. More than half of them are no padding."""
+SIZES = (16, 8, 1)
+"""Pages that one call moves. A quarter of them may be padding, which takes as long as others."""
 
 type Ring = tuple[Array, ...]
 
@@ -190,7 +190,7 @@ def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[ND
     """
     left = list(moves)
     while left:
-        size = next(size for size in SIZES if 2 * len(left) > size)
+        size = next(size for size in SIZES if 4 * len(left) >= 3 * size)
         some, left = left[:size], left[size:]
         packed = np.full((2, size), [[padding], [slots]], np.int32)
         packed[0, : len(some)] = [move.page for move in some]

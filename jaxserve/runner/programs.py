@@ -15,7 +15,7 @@ from jaxserve.config import Buckets, CacheConfig, ConfigError, SchedulerConfig
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.delta_net import abstract_state
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.layer import Caches, paged
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import (
@@ -77,10 +77,6 @@ class RunnerConfig:
     """Rings of a tier below the device; None: there is none."""
 
     def __post_init__(self) -> None:
-        if self.spec.state is not None and self.buckets.verify:
-            raise ConfigError(
-                "the state of recurrent layers cannot be taken back: no drafts can be verified"
-            )
         block = 1 if self.spec.state is None else self.spec.state.delta_net.block
         if self.cache.state_block != block:
             raise ConfigError(
@@ -142,7 +138,7 @@ class RunnerConfig:
     def drafting(self) -> Any:
         """Abstract, see `DeviceState.drafting`."""
         slots = self.scheduler.max_num_seqs + 1
-        if isinstance(self.draft, Eagle3Draft):
+        if isinstance(self.draft, Eagle3Draft | MtpDraft):
             return _abstract((slots, self.spec.embed), self.dtype)
         cache = self.cache
         shape = kv_cache.draft_shape(self.draft, cache.page_size, slots, cache.num_pages)

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
-from jaxserve.models.drafts.spec import DraftSpec
+from jaxserve.models.drafts.spec import DraftSpec, MtpDraft
 from jaxserve.models.layer import Caches, StepTokens, paged
 from jaxserve.runner import sequence_state
 from jaxserve.runner.batch import (
@@ -22,7 +22,7 @@ from jaxserve.runner.batch import (
     Bucket,
     StepInputs,
 )
-from jaxserve.runner.draft_step import StepParams, keep, model_of, remember, taps_of
+from jaxserve.runner.draft_step import StepParams, finish_rows, keep, model_of, remember, taps_of
 from jaxserve_kernels.kv_format import AttentionStep, page_size
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.sampler import (
@@ -58,7 +58,7 @@ class DeviceState(NamedTuple):
     memory until then.
     """
     drafting: Any = None
-    """Of an EAGLE-3 head [slots + 1, embed]: its state of each sequence's newest computed token,
+    """Of EAGLE-3 and MTP [slots + 1, embed]: the state of each sequence's newest computed token,
     see `sequence_state.HEAD_STATE`. Of a draft model its cache."""
 
 
@@ -98,12 +98,14 @@ def run_step(
         pre_mlp, kv, tapped = decoder.tapped_forward(
             model, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target, taps=taps
         )
-        hidden = decoder.finish(model, pre_mlp.of(inputs.row_last), spec, target=target)
+        own = (model, draft, pre_mlp, inputs.row_last, tapped, spec)
+        hidden, tapped = finish_rows(*own, target=target)
         kept = jax.tree.map(overwritten, kept, pre_mlp)
     else:  # each token is the last of its row
         hidden, kv, tapped = decoder.tapped_decode(
             model, state.kv, tokens, spec, target=target, taps=taps
         )
+        tapped = (hidden,) if isinstance(draft, MtpDraft) else tapped
     kv, states = remember(
         *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
         tile_size=None if bucket.kind == "decode" else bucket.tile_size,

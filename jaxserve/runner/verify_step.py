@@ -11,9 +11,9 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.places import Ends
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.layer import paged
-from jaxserve.runner import sequence_state
+from jaxserve.runner import recurrent_drafts, sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
 from jaxserve.runner.draft_step import (
     StepParams,
@@ -96,23 +96,30 @@ def run_verify_step(
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
     inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
     tokens = locate(inputs, sequences, state.kv)
+    if spec.state is not None:
+        tokens = recurrent_drafts.located(tokens, runs.slots, runs.begin, runs.length)
     pre_mlp, kv, tapped = decoder.tapped_forward(
         model,
-        state.kv,
+        recurrent_drafts.unsettled(state.kv),
         tokens,
         spec,
         tile_size=bucket.positions,
         target=target,
         taps=taps_of(draft),
     )
+    if isinstance(draft, MtpDraft):
+        tapped = (decoder.finish(model, pre_mlp, spec, target=target),)
     kv, states = remember(
         *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
         tile_size=bucket.positions,
         target=target,
     )
-    scores = decoder.logits(
-        model, decoder.finish(model, pre_mlp, spec, target=target), target=target
+    hidden = (
+        states
+        if isinstance(draft, MtpDraft)
+        else decoder.finish(model, pre_mlp, spec, target=target)
     )
+    scores = decoder.logits(model, hidden, target=target)
     adjustments = row_adjustments(inputs, sequences)
     position_tables = tables_of_positions(state.tables, verify.masks, asked, runs, adjustments)
     sampling = row_sampling(inputs, sequences)
@@ -128,6 +135,8 @@ def run_verify_step(
     )
     chosen = chosen.reshape(bucket.rows, bucket.positions)
     accepted = runs.accepted(chosen)
+    own = (model, kv, tokens, accepted, spec)
+    kv = recurrent_drafts.settled(*own, padding_slot=sequences.shape[0] - 1, target=target)
     ends = ends_of(runs, chosen, accepted, asked.row_ends, size)
     sequences = with_last_tokens(sequences, runs.slots, chosen, accepted)
     last = bucket.positions * jnp.arange(bucket.rows) + jnp.maximum(accepted - 1, 0)
@@ -147,14 +156,14 @@ def run_verify_step(
     if draft is None:
         return state, verify
     assert isinstance(params, WithHead)
-    page_table = sequence_state.page_tables(sequences, len(kv))[0]
+    page_table = sequence_state.page_tables(sequences, len(paged(kv)))[0]
     drafts, count, kv, drafting = draft_ahead(
         params,
         draft,
         kv,
         page_table,
         ends,
-        states[last] if isinstance(draft, Eagle3Draft) else None,
+        states[last] if isinstance(draft, Eagle3Draft | MtpDraft) else None,
         drafting,
         _of_rows(sampling, bucket.rows),
         _of_rows(adjustments, bucket.rows),

@@ -28,8 +28,8 @@ from jaxserve.scheduler.tier_observer import NoObserver, TierObserver
 from jaxserve.scheduler.transfers import Copier, Transfers
 
 _AHEAD_EACH_TURN = 8
-"""The most pages of a group that are stored ahead of their eviction with one step: so much delays
-the step by tens of microseconds."""
+"""The most pages of a group that are stored ahead of their eviction with a step, beside as many as
+the step before computed. So much delays a step by tens of microseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,11 @@ class HostTier:
     """Stores pages and loads them again.
 
     **Stores.** A page is copied to the host when the device allocates it again, in time before the
-    next plan overwrites it, or ahead of that, while the store ring is half empty. What the host
-    has already is not copied again. A page that finds no ring slot or host slot is lost, and
-    counted. A snapshot of recurrent state goes down in pieces when it makes room (`StatePieces`),
-    and comes back behind the pages before it.
+    next plan overwrites it, or ahead of that: as fast as pages are computed, because a long prompt
+    evicts more at once than the store ring holds. What the host has already is not copied again. A
+    page that finds no ring slot or host slot is lost, and counted. A snapshot of recurrent state
+    goes down in pieces when it makes room (`StatePieces`), and comes back behind the pages before
+    it.
 
     **Loads** (`Loads`). A waiting sequence whose prefix goes on in the host waits for it, while
     others pass, if that takes less time than computing it.
@@ -75,6 +76,7 @@ class HostTier:
     def __init__(self, parts: TierParts, kv_cache: KVCacheManager, clock: Callable[[], float]):
         config = self._config = parts.config
         self._observer, self._groups = parts.observer, kv_cache.groups
+        self._page_size = kv_cache.page_size
         self.index = HostIndex(config.slots)
         self._disk = DiskPages(parts.disk)
         self._pieces = None
@@ -101,6 +103,8 @@ class HostTier:
         self._prefetch = Prefetch(self.index, self._disk, self._loads)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         """Pages of the host that the disk has not been given yet."""
+        self._computed = 0
+        """Tokens of the last plan."""
         self._clean = [-1] * len(self._groups)
         """`PagePool.turnover` when nothing of the lookahead was left to store."""
         self._stored_ahead: list[dict[int, bytes]] = [{} for _ in self._groups]
@@ -132,9 +136,14 @@ class HostTier:
         self._prefetch.advance()
         self._write()
         over = self._loads.advance()
+        most = _AHEAD_EACH_TURN + -(-self._computed // self._page_size)
         for group in self._groups:
-            self._store_ahead(group)
+            self._store_ahead(group, most)
         return over
+
+    def planned(self, tokens: int) -> None:
+        """A plan computes so many tokens."""
+        self._computed = tokens
 
     def take(self) -> PageMoves | None:
         """Returns what to launch before the plan that was made last; then call `launched`."""
@@ -231,10 +240,11 @@ class HostTier:
     def _written(self, slot: int, error: str | None) -> None:
         self.index.unpin(slot)
 
-    def _store_ahead(self, group: GroupPages) -> None:
-        """Store pages that will be evicted next, while the ring is half empty."""
-        ring, pool = self._transfers.store_ring, group.pool
-        room = min(ring.num_free(group.number) - ring.count // 2, _AHEAD_EACH_TURN)
+    def _store_ahead(self, group: GroupPages, most: int) -> None:
+        """Store up to `most` of the pages that will be evicted next. They may take the whole ring:
+        what is evicted before it has room again would be next."""
+        pool = group.pool
+        room = min(self._transfers.store_ring.num_free(group.number), most)
         if room <= 0 or self._clean[group.number] == pool.turnover:
             return
         done = self._stored_ahead[group.number]

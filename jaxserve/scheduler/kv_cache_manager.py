@@ -136,18 +136,30 @@ class KVCacheManager:
         cached what the next token reads."""
         if not self._sharing:
             return 0
-        count = min(seq.max_cached_tokens, self._shareable(seq)) // self.page_size
-        hashes = seq.page_hashes(count, self.page_size)
-        shorter, count = count, count + 1
+        shorter = self._most_cached(seq)
+        count = shorter + 1
         while shorter < count:
             count = shorter
-            for group in self.groups:
-                there = elsewhere and functools.partial(elsewhere, group)
-                shorter = group.cached(hashes, shorter, there)
+            shorter = self._cached_in_groups(seq, shorter, elsewhere)
             if self.snapshots is not None:
                 there = elsewhere and functools.partial(elsewhere, None)
+                hashes = seq.page_hashes(shorter, self.page_size)
                 shorter = self.snapshots.longest(hashes, shorter, there)
         return count if count * self.page_size > self._own_tokens else 0
+
+    def _most_cached(self, seq: Sequence) -> int:
+        """Returns the most pages that a cached prefix may have."""
+        return min(seq.max_cached_tokens, self._shareable(seq)) // self.page_size
+
+    def _cached_in_groups(
+        self, seq: Sequence, count: int, elsewhere: Elsewhere | None = None
+    ) -> int:
+        """Returns how many of the first `count` pages are cached, one group after the other."""
+        hashes = seq.page_hashes(count, self.page_size)
+        for group in self.groups:
+            there = elsewhere and functools.partial(elsewhere, group)
+            count = group.cached(hashes, count, there)
+        return count
 
     def reachable(self, seq: Sequence, elsewhere: Elsewhere) -> int:
         """Returns how long the cached prefix would be, in pages, with pages that are elsewhere."""
@@ -176,18 +188,24 @@ class KVCacheManager:
         seq.capacity = self.pages_for(len(seq.tokens)) * self.page_size
         for group, cached in zip(self.groups, hit.pages, strict=True):
             group.take(seq, cached)
-        if self.snapshots is not None and hit.length:
-            content = seq.hashes[hit.length - 1]
-            if seq.skip_to:
-                self.snapshots.restore_later(content, seq)
-            else:
-                self.snapshots.restore(content, seq.slot)
+        if self.snapshots is not None:
+            self._begin_state(self.snapshots, seq, hit)
         return [
             PageEntry(seq.slot, position, page, number)
             for number, table in enumerate(seq.pages)
             for position, page in enumerate(table)
             if page
         ]
+
+    def _begin_state(self, snapshots: Snapshots, seq: Sequence, hit: Hit) -> None:
+        """The sequence's state is that at the end of its hit. A longer hit for the next one that
+        begins alike ends where its pages do that are cached."""
+        if hit.length:
+            content = seq.hashes[hit.length - 1]
+            restore = snapshots.restore_later if seq.skip_to else snapshots.restore
+            restore(content, seq)
+        if self._sharing:
+            snapshots.admitted(seq, self._cached_in_groups(seq, self._most_cached(seq)))
 
     def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
         """Returns where a chunk from `start` on ends that would end at `end`: not inside of a block

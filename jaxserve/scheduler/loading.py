@@ -75,8 +75,8 @@ class Loads:
         return sum(len(load.waiting) for load in list(self._loads))
 
     def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
-        """Load what continues the cached prefix of a waiting sequence, if that pays. Returns
-        whether it has to wait.
+        """Load what continues the cached prefix of a waiting sequence, if that pays, or else the
+        part of it that is in memory. Returns whether it has to wait.
 
         Args:
           cached: pages of the sequence that the device has.
@@ -98,6 +98,14 @@ class Loads:
                 self._wait(seq, load)
                 return True
         decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
+        if not decision.pays and decision.disk_bytes:
+            self.rates.refused(decision)
+            count = self._kv_cache.reachable(seq, self._has_in_memory)
+            if count <= cached:
+                return False
+            hashes = hashes[:count]
+            missing = list(self._missing(hashes))
+            decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
         if not decision.pays:
             self.rates.refused(decision)
             return False
@@ -111,6 +119,12 @@ class Loads:
         if group is not None:
             return self._has_key(key_of(group.number, content))
         return self._pieces is not None and all(map(self._has_key, self._pieces.keys(content)))
+
+    def _has_in_memory(self, group: GroupPages | None, content: bytes) -> bool:
+        if group is not None:
+            return key_of(group.number, content) in self._index
+        pieces = self._pieces
+        return pieces is not None and all(key in self._index for key in pieces.keys(content))
 
     def _has_key(self, key: bytes) -> bool:
         if key in self._index or self._disk.contains(key):

@@ -159,6 +159,8 @@ class Scheduler(Commits):
             self._plan_prefills(prefilling, decodes, rows, entries, admissions)
         if self.host is not None and len(self._waiting):
             self.host.look_ahead(self._waiting.upcoming(), self._prefill_rate)
+        if self.host is not None:
+            self.host.planned(sum(row.num_tokens for row in rows))
         if not rows:
             return None
         self._kv_cache.planned()

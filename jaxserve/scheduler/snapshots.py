@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,15 @@ class _Due(NamedTuple):
     slot: int
     boundary: int
     """In tokens, at the end of a page."""
+    uses: int | None
+    """See `_Snapshot`; None: of the stride alone."""
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    slot: int
+    uses: int
+    """Prompts that went on from it; of one at a junction one more."""
 
 
 @dataclass(slots=True)
@@ -37,10 +46,11 @@ class Snapshots:
     State cannot be taken back to an earlier position. So a prefix hit ends where both the pages
     before and a snapshot are found, under the same hash.
 
-    **Where.** A chunk of a prompt ends at every `stride` tokens and at the prompt's last end of a
-    page and of a block that leaves a token to compute; there its state is kept. That of outputs is
-    not: they are computed token by token, and the next turn of a chat, alone, computes them in
-    blocks. It goes on from the end of the last prompt.
+    **Where.** A chunk of a prompt ends at the prompt's last end of a page and of a block that
+    leaves a token to compute, for the next turn; at a junction, where a prompt leaves the pages of
+    others, for whoever begins like them; and at every `stride` tokens. There its state is kept.
+    That of outputs is not: they are computed token by token, and the next turn of a chat, alone,
+    computes them in blocks. It goes on from the end of the last prompt.
 
     **When.** A plan with the row that reaches a boundary is followed by one that copies the slot's
     state before anything else (`StepPlan.states`). Until then nothing changes the slot: whoever has
@@ -51,8 +61,10 @@ class Snapshots:
     hit computes these first, and with them a state that nobody wants. The copy back comes behind
     that plan; until then the snapshot is held.
 
-    **How long.** The least recently used one makes room. One whose page is given out again goes
-    with it: nobody could find both.
+    **How long.** The least recently used one makes room. Before all others go those of the stride
+    that nobody went on from, which take no other's place, and ends of prompts once the next turn,
+    and nobody else, went on from them and has an end of its own. One whose page is given out again
+    goes with it: nobody could find both.
     """
 
     def __init__(self, count: int, *, first_slot: int, stride: int, page_size: int, block: int = 1):
@@ -62,8 +74,16 @@ class Snapshots:
         self._first_slot, self._stride, self._page_size = first_slot, stride, page_size
         self._block = block
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()
         """By the hash of the page before the boundary, the least recently used first."""
+        self._spare: OrderedDict[bytes, None] = OrderedDict()
+        """Those of them that make room before the others, in the same order."""
+        self._ends: set[bytes] = set()
+        """Hashes of the pages at which prompts have ended, while the pages are on the device."""
+        self._origin: dict[int, bytes] = {}
+        """What a sequence went on from, until it has a snapshot behind it; by `Sequence.id`."""
+        self._junction: dict[int, int] = {}
+        """Where a sequence's prompt leaves the pages of others, in tokens; by `Sequence.id`."""
         self._due: list[_Due] = []
         self._copies: list[StateCopy] = []
         self._held: dict[int, _Held] = {}
@@ -76,19 +96,31 @@ class Snapshots:
     @property
     def num_kept(self) -> int:
         """Snapshots that can be found."""
-        return len(self._slot_of)
+        return len(self._found)
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Returns where a chunk of a prompt ends that would end at `end`."""
         following = (seq.computed // self._stride + 1) * self._stride
-        wanted = (following, self._last_boundary(seq))
+        wanted = (following, self._junction.get(seq.id, 0), self._last_boundary(seq))
         return min([end, *(boundary for boundary in wanted if boundary > seq.computed)])
 
     def _last_boundary(self, seq: Sequence) -> int:
-        """Returns the last end of a page and of a block in the prompt that leaves a token to
-        compute."""
+        """Returns the last boundary in the prompt that leaves a token to compute."""
+        return self._boundary(min(seq.num_prompt, seq.prefill_end - 1))
+
+    def _boundary(self, tokens: int) -> int:
+        """Returns the last end of a page and of a block."""
         unit = max(self._page_size, self._block)  # both are powers of two
-        return min(seq.num_prompt, seq.prefill_end - 1) // unit * unit
+        return tokens // unit * unit
+
+    def admitted(self, seq: Sequence, pages: int) -> None:
+        """A sequence begins, whose first `pages` pages others have computed.
+
+        If they end where a prompt did, nobody else has gone on from there.
+        """
+        end = self._boundary(pages * self._page_size)
+        if end and seq.page_hashes(end // self._page_size, self._page_size)[-1] not in self._ends:
+            self._junction[seq.id] = end
 
     def planned(self, seq: Sequence, *, publishes: bool = True) -> None:
         """A row of the sequence was planned. `publishes`: others may find what it computes."""
@@ -97,8 +129,14 @@ class Snapshots:
             held.ready = not seq.skip_to
             return
         end, last = seq.computed, self._last_boundary(seq)
-        if publishes and 0 < end <= last and (end % self._stride == 0 or end == last):
-            self._due.append(_Due(seq, seq.slot, end))
+        if not publishes or not 0 < end <= last:
+            return
+        if end == self._junction.get(seq.id):
+            self._due.append(_Due(seq, seq.slot, end, uses=1))
+        elif end == last:
+            self._due.append(_Due(seq, seq.slot, end, uses=0))
+        elif end % self._stride == 0:
+            self._due.append(_Due(seq, seq.slot, end, uses=None))
 
     def settle(self) -> None:
         """A plan begins: it copies what the plans before it have reached."""
@@ -106,31 +144,66 @@ class Snapshots:
             self._copies.append(StateCopy(held.source, held.seq.slot))
             self._let_go(held)
         due, self._due = self._due, []
-        for seq, slot, boundary in due:
-            content = seq.page_hashes(boundary // self._page_size, self._page_size)[-1]
-            if content in self._slot_of:
-                self._slot_of.move_to_end(content)
-                continue
-            target = self._take()
-            if target is None:
-                continue
-            self._slot_of[content] = target
-            self._copies.append(StateCopy(slot, target))
+        for each in due:
+            count = each.boundary // self._page_size
+            self._take(each, each.seq.page_hashes(count, self._page_size)[-1])
 
-    def _take(self) -> int | None:
-        """Returns a slot for a snapshot; None: all are held."""
+    def _take(self, due: _Due, content: bytes) -> None:
+        """Copy a state that a plan has reached, unless that was done, or all slots are held."""
+        if due.uses is not None:
+            self._leave_origin(due.seq, content)
+        if content not in self._found:
+            slot = self._make_room(self._spare if due.uses is None else self._in_order)
+            if slot is None:
+                return
+            self._found[content] = _Snapshot(slot, due.uses or 0)
+            self._copies.append(StateCopy(due.slot, slot))
+            if due.uses is None:
+                self._spare[content] = None
+        self._used(content, again=due.uses is None)
+        if due.uses is not None and due.boundary == self._last_boundary(due.seq):
+            self._ends.add(content)
+
+    def _leave_origin(self, seq: Sequence, content: bytes) -> None:
+        """The sequence has a snapshot behind the one it went on from, which others may want."""
+        origin = self._origin.pop(seq.id, content)
+        if origin != content and origin in self._found and self._found[origin].uses < 2:
+            self._spare[origin] = None
+
+    def _used(self, content: bytes, *, again: bool = False) -> None:
+        """It is the last to make room; `again`: among those like it."""
+        self._found.move_to_end(content)
+        if content in self._spare:
+            if again:
+                self._spare.move_to_end(content)
+            else:
+                del self._spare[content]
+
+    @property
+    def _in_order(self) -> list[bytes]:
+        """All that can be found, as they make room."""
+        return [*self._spare, *(each for each in self._found if each not in self._spare)]
+
+    def _make_room(self, order: Iterable[bytes]) -> int | None:
+        """Returns a slot for a snapshot; None: all are held, or not in `order`."""
         if self._free:
             return self._free.pop()
-        kept = self._kept
-        oldest = (content for content, slot in self._slot_of.items() if slot not in kept)
-        content = next(oldest, None)
+        content = self._oldest(order, self._kept)
         if content is None:
             return None
         self._evicted(content)
-        return self._slot_of.pop(content)
+        return self._remove(content)
+
+    def _oldest(self, order: Iterable[bytes], taken: set[int]) -> bytes | None:
+        """Returns which one makes room, but for those in `taken` slots."""
+        return next((each for each in order if self._found[each].slot not in taken), None)
+
+    def _remove(self, content: bytes) -> int:
+        self._spare.pop(content, None)
+        return self._found.pop(content).slot
 
     def _evicted(self, content: bytes) -> None:
-        slot = self._slot_of[content]
+        slot = self._found[content].slot
         if any(slot == copy.target for copy in self._copies):
             return  # the plan that is being made has not filled it yet
         for told in self.on_evict:
@@ -144,7 +217,7 @@ class Snapshots:
         Args:
           elsewhere: whether one that the device lacks is somewhere else, by its hash.
         """
-        while count and hashes[count - 1] not in self._slot_of:
+        while count and hashes[count - 1] not in self._found:
             if elsewhere and elsewhere(hashes[count - 1]):
                 return count
             count -= 1
@@ -152,12 +225,17 @@ class Snapshots:
 
     def __contains__(self, content: object) -> bool:
         """Whether there is a snapshot at the end of the page with this hash."""
-        return content in self._slot_of
+        return content in self._found
 
     @property
     def can_reserve(self) -> bool:
         """Whether `reserve` would find a slot."""
-        return not self._unreserved.issuperset([*self._free, *self._slot_of.values()])
+        return not self._unreserved.issuperset([*self._free, *self._slots])
+
+    @property
+    def _slots(self) -> set[int]:
+        """Those of snapshots that can be found."""
+        return {each.slot for each in self._found.values()}
 
     @property
     def _unreserved(self) -> set[int]:
@@ -171,10 +249,10 @@ class Snapshots:
         taken = self._unreserved
         slot = next((each for each in self._free if each not in taken), None)
         if slot is None:
-            items = self._slot_of.items()
-            content = next(content for content, each in items if each not in taken)
+            content = self._oldest(self._in_order, taken)
+            assert content is not None, "can_reserve was false"
             self._evicted(content)
-            slot = self._slot_of.pop(content)
+            slot = self._remove(content)
         else:
             self._free.remove(slot)
         self._arriving.add(slot)
@@ -182,23 +260,29 @@ class Snapshots:
 
     def arrived(self, slot: int, content: bytes) -> None:
         """What is launched before the next plan completes the snapshot in a reserved slot."""
-        if content not in self._slot_of:
-            self._slot_of[content] = slot
+        if content not in self._found:
+            self._found[content] = _Snapshot(slot, uses=0)
 
     def release(self, slot: int) -> None:
         """Give a reserved slot back. A snapshot that has arrived stays."""
         self._arriving.discard(slot)
         self._give_back(slot)
 
-    def restore(self, content: bytes, slot: int) -> None:
-        """A sequence goes on in `slot` behind the page with this hash, which has a snapshot."""
-        self._slot_of.move_to_end(content)
-        self._copies.append(StateCopy(self._slot_of[content], slot))
+    def restore(self, content: bytes, seq: Sequence) -> None:
+        """A sequence goes on behind the page with this hash, which has a snapshot."""
+        self._copies.append(StateCopy(self._goes_on(content, seq), seq.slot))
 
     def restore_later(self, content: bytes, seq: Sequence) -> None:
         """As `restore`, when the sequence has computed the tokens before `Sequence.skip_from`."""
-        self._slot_of.move_to_end(content)
-        self._held[seq.id] = _Held(seq, self._slot_of[content])
+        self._held[seq.id] = _Held(seq, self._goes_on(content, seq))
+
+    def _goes_on(self, content: bytes, seq: Sequence) -> int:
+        """Returns the snapshot's slot."""
+        found = self._found[content]
+        found.uses += 1
+        self._used(content)
+        self._origin[seq.id] = content
+        return found.slot
 
     @property
     def _kept(self) -> set[int]:
@@ -211,29 +295,28 @@ class Snapshots:
 
     def _give_back(self, slot: int) -> None:
         """The slot is free if it is neither held, nor found, nor reserved."""
-        if slot not in self._kept and slot not in self._slot_of.values():
+        if slot not in self._kept and slot not in self._slots:
             self._free.append(slot)
 
     def drop(self, content: bytes) -> None:
         """The page with this hash leaves the device: so does its snapshot, if there is one."""
-        if content in self._slot_of:
+        self._ends.discard(content)
+        if content in self._found:
             self._evicted(content)
-            self._drop(content)
-
-    def _drop(self, content: bytes) -> None:
-        slot = self._slot_of.pop(content, None)
-        if slot is not None:
-            self._give_back(slot)
+            self._give_back(self._remove(content))
 
     def freed(self, seq: Sequence) -> None:
         """The sequence gives its slot back."""
+        self._origin.pop(seq.id, None)
+        self._junction.pop(seq.id, None)
         if (held := self._held.get(seq.id)) is not None:
             self._let_go(held)
 
     def forget(self) -> None:
         """Nothing that was computed so far is found any more."""
-        for content in list(self._slot_of):
-            self._drop(content)
+        for content in list(self._found):
+            self._give_back(self._remove(content))
+        self._ends.clear()
         self._due.clear()
         self._copies.clear()
 
@@ -244,5 +327,6 @@ class Snapshots:
 
     def check(self) -> None:
         """AssertionError unless each slot is free or holds one snapshot."""
-        slots = sorted([*self._free, *self._kept.union(self._slot_of.values())])
+        slots = sorted([*self._free, *self._kept.union(self._slots)])
         assert slots == list(range(self._first_slot, self._first_slot + self.num_total))
+        assert self._spare.keys() <= self._found.keys()

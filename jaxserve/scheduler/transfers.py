@@ -25,8 +25,11 @@ class Copier(Protocol):
     Each tag comes back once, in any order, and then nothing touches its slots any more.
     """
 
-    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
-        """Copy a slot of the store ring, which is known to be written, to the host."""
+    def store(
+        self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool], /
+    ) -> None:
+        """Copy a slot of the store ring to the host, as soon as it is `written`, which another
+        thread asks."""
         ...
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
@@ -39,6 +42,10 @@ class Copier(Protocol):
 
 
 _FAILED = "the device failed"
+
+_BATCH = 8
+"""Loads whose ends are told together while others are on their way: what came is launched at once,
+and few large launches take less of the device and of the engine than many small ones."""
 
 type Then = Callable[[str | None], None]
 """Called when a copy has ended, with why it failed."""
@@ -59,7 +66,6 @@ class _Launch(NamedTuple):
 
     is_done: Callable[[], bool]
     """Raises if they failed."""
-    stores: list[_Store]
     restores: list[PageMove]
 
 
@@ -86,8 +92,9 @@ class _Slots:
 class Transfers:
     """Moves pages through the rings.
 
-    A store is launched with the moves of a turn; when it is known that these have run, the ring
-    slot is copied to the host. A load is copied to its ring slot first, and launched then. A ring
+    A store is launched with the moves of a turn, and the ring slot is copied to the host as soon as
+    these have run, which the copier watches: it would be late for a turn if the engine did, which
+    waits for steps. A load is copied to its ring slot first, and launched then. A ring
     slot is free again when the copy out of it, or what was launched to read it, has ended. Whoever
     gives a load up leaves its ring slot until the copy has ended.
     """
@@ -101,6 +108,11 @@ class Transfers:
         """Of this turn: not launched."""
         self._launches: list[_Launch] = []
         self._copies: dict[int, Then] = {}
+        self._loading: set[int] = set()
+        """Tags of loads that have not ended."""
+        self._loaded: list[Ended] = []
+        """Loads whose end is not told yet."""
+        self._batch = max(1, min(_BATCH, load_slots // 4))
         self._tag = self._failures = 0
 
     @property
@@ -128,6 +140,7 @@ class Transfers:
         if slot is None:
             return False
         tag = self._begin(lambda error: then(slot, error))
+        self._loading.add(tag)
         self._copier.load(host_slot, slot, tag)
         return True
 
@@ -142,9 +155,12 @@ class Transfers:
         return PageMoves(tuple(self._restores), tuple(each.move for each in self._stores))
 
     def launched(self, is_done: Callable[[], bool]) -> None:
-        """What was taken is launched. `is_done` tells, without waiting, whether it has run."""
-        self._launches.append(_Launch(is_done, self._stores, self._restores))
-        self._stores, self._restores = [], []
+        """What was taken is launched. `is_done` tells, without waiting and in any thread, whether
+        it has run."""
+        self._launches.append(_Launch(is_done, self._restores))
+        stores, self._stores, self._restores = self._stores, [], []
+        for store in stores:
+            self._copy_out(store, is_done)
 
     def advance(self) -> None:
         """Go on with whatever has run or was copied.
@@ -156,19 +172,30 @@ class Transfers:
             launch = self._launches.pop(0)
             for move in launch.restores:
                 self.load_ring.give_back(move.ring_slot)
-            for store in launch.stores:
-                self._copy_out(store)
         for ended in self._copier.poll():
-            self._copies.pop(ended.tag)(None if ended.ok else ended.error or "unknown")
+            if ended.tag in self._loading:
+                self._loading.remove(ended.tag)
+                self._loaded.append(ended)
+            else:
+                self._tell(ended)
+        count = len(self._loaded)
+        if self._loading:
+            count -= count % self._batch
+        told, self._loaded = self._loaded[:count], self._loaded[count:]
+        for ended in told:
+            self._tell(ended)
 
-    def _copy_out(self, store: _Store) -> None:
+    def _tell(self, ended: Ended) -> None:
+        self._copies.pop(ended.tag)(None if ended.ok else ended.error or "unknown")
+
+    def _copy_out(self, store: _Store, written: Callable[[], bool]) -> None:
         slot, failures = store.move.ring_slot, self._failures
 
         def then(error: str | None) -> None:
             self.store_ring.give_back(slot)
             store.then(error if failures == self._failures else _FAILED)
 
-        self._copier.store(slot, store.host_slot, self._begin(then))
+        self._copier.store(slot, store.host_slot, self._begin(then), written)
 
     def _begin(self, then: Then) -> int:
         self._tag += 1
@@ -180,21 +207,20 @@ class Transfers:
         may be lost, too, so what is being copied from there is worth nothing. Slots are given out
         again only when the device is at rest."""
         self._failures += 1
-        lost = [*self._launches, _Launch(lambda: True, self._stores, self._restores)]
-        self._launches, self._stores, self._restores = [], [], []
-        for launch in lost:
-            for move in launch.restores:
-                self.load_ring.give_back(move.ring_slot)
-            for store in launch.stores:
-                self.store_ring.give_back(store.move.ring_slot)
-                store.then(_FAILED)
+        restores = [move for launch in self._launches for move in launch.restores]
+        for move in (*restores, *self._restores):
+            self.load_ring.give_back(move.ring_slot)
+        stores, self._launches, self._stores, self._restores = self._stores, [], [], []
+        for store in stores:
+            self.store_ring.give_back(store.move.ring_slot)
+            store.then(_FAILED)
 
     def check(self) -> None:
         """AssertionError if a ring slot is free twice, or free while something uses it."""
-        launches = [*self._launches, _Launch(lambda: True, self._stores, self._restores)]
+        launched = [move for launch in self._launches for move in launch.restores]
         for ring, used in (
-            (self.store_ring, [each.move for launch in launches for each in launch.stores]),
-            (self.load_ring, [each for launch in launches for each in launch.restores]),
+            (self.store_ring, [each.move for each in self._stores]),
+            (self.load_ring, [*launched, *self._restores]),
         ):
             slots = [*ring.all_free(), *(move.ring_slot for move in used)]
             assert len(set(slots)) == len(slots), "a ring slot is given out twice"

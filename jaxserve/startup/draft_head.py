@@ -13,14 +13,17 @@ from jaxserve.cli.options import Options
 from jaxserve.config import VERIFY_POSITIONS, ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
+from jaxserve.models.drafts import mtp
 from jaxserve.models.drafts.loading import open_draft
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, ModelDraft
+from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, ModelDraft, MtpDraft
 from jaxserve.models.registry import HUB_NAMES
 from jaxserve.runner.draft_step import HeadParams
 from jaxserve.setting_files import read_json_object
 from jaxserve.startup import memory
+from jaxserve.weights.loading import WeightPlan
 from jaxserve.weights.model_source import ModelSource
-from jaxserve_checkpoints.load import load_params
+from jaxserve_checkpoints.dummy import dummy_params
+from jaxserve_checkpoints.load import as_stored, encoded_abstract, load_params, packed_leaves
 from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import resolve_model
@@ -45,12 +48,18 @@ class PlannedHead(NamedTuple):
 
 
 def plan_head(
-    options: Options, source: ModelSource, dtype: DTypeLike, kv_format: KVFormat, *, stacked: bool
+    options: Options,
+    source: ModelSource,
+    weights: WeightPlan,
+    dtype: DTypeLike,
+    kv_format: KVFormat,
+    *,
+    stacked: bool,
 ) -> PlannedHead | None:
     """Returns the head or the draft model that the flags name; None if they name none.
 
     Args:
-      source: the target.
+      source: the target, with its `weights`.
       stacked: see `decoder.Params`.
 
     Raises:
@@ -58,17 +67,19 @@ def plan_head(
       CheckpointError: there is no such model, or its tensors are not those of its config.json.
     """
     chosen = options.speculative_config
-    if chosen is None or chosen.model is None:
+    if chosen is None or not (chosen.model or chosen.native):
         return None
-    folder = resolve_model(
-        chosen.model, names=HUB_NAMES, download_dir=options.download_dir, tokenizer=False
-    )
     target, drafts = source.spec, min(chosen.drafts, max(VERIFY_POSITIONS) - 1)
     if not isinstance(kv_format, Dense):
         raise ConfigError(
             f"--speculative-config: a draft head needs --kv-cache-dtype auto or bf16, not "
             f"{kv_format.name}"
         )
+    if chosen.model is None:
+        return _plan_native(weights, target, drafts, dtype)
+    folder = resolve_model(
+        chosen.model, names=HUB_NAMES, download_dir=options.download_dir, tokenizer=False
+    )
     config = read_json_object(folder / "config.json")
     if is_model(config):
         if options.kv_offload_size is not None:
@@ -86,6 +97,33 @@ def plan_head(
             f"model has {target.vocab_size} tokens"
         )
     return PlannedHead(spec, abstract, load)
+
+
+def _plan_native(
+    weights: WeightPlan, target: ModelSpec, drafts: int, dtype: DTypeLike
+) -> PlannedHead:
+    """Returns the head in the model's own checkpoint. Errors as in `plan_head`."""
+    body, checkpoint = registry.mtp_body(target), weights.checkpoint
+    if body is None:
+        raise ConfigError(
+            f"--speculative-config: {target.architecture} has no weights for multi-token prediction"
+        )
+    spec = MtpDraft(body=body, num_drafts=drafts)
+    abstract, rules = mtp.abstract(spec, dtype), registry.mtp_rules(target)
+    if weights.folder is None:
+        return PlannedHead(spec, abstract, lambda: dummy_params(abstract, weights.seed))
+    if checkpoint is None or not any(name.startswith("mtp.") for name in checkpoint.names):
+        converted = "; conversions leave them out" if checkpoint is None else ""
+        raise ConfigError(
+            f"--speculative-config: {weights.folder} has no tensors mtp.*, the weights for "
+            f"multi-token prediction{converted}"
+        )
+    packed = packed_leaves(checkpoint, resolve_rules(rules, abstract, checkpoint))
+    return PlannedHead(
+        spec,
+        encoded_abstract(abstract, as_stored, packed),
+        lambda: load_params(checkpoint, rules, abstract),
+    )
 
 
 def _plan_model(

@@ -27,10 +27,10 @@ from jaxserve.runner.fingerprint import program_key
 from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.startup import gpu_driver, memory
-from jaxserve.startup.buckets import bucket_choices
+from jaxserve.startup.buckets import bucket_choices, buckets_of
 from jaxserve.startup.draft_head import PlannedHead, plan_head
 from jaxserve.startup.environment import compiler_options, compiler_settings, memory_share
-from jaxserve.startup.flag_checks import check_calibration, check_length, check_windows, for_state
+from jaxserve.startup.flag_checks import check_calibration, check_length, check_windows
 from jaxserve.startup.host_tier_plan import check_flags, plan_rings, plan_tier
 from jaxserve.startup.memory import MemoryPlan
 from jaxserve.startup.room import Fit, Room
@@ -119,18 +119,20 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     dtype = _dtype(options.dtype, gpu=gpu)
     check_length(options, spec)
     check_flags(options)
-    options = for_state(options, spec)
     files = _cache_folder(options)
     weights = plan_weights(options, source, dtype, files, stacked=gpu)
     kv_format = named(options.kv_cache_dtype)
     check_windows(options, spec, kv_format, gpu=gpu)
     check_calibration(options, kv_format)
-    head = plan_head(options, source, dtype, kv_format, stacked=gpu)
+    head = plan_head(options, source, weights, dtype, kv_format, stacked=gpu)
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
     shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]
     state = abstract_state(spec, dtype, 1)
-    rings, beside = plan_rings(options, kv_format, shapes, dtype, state, gpu=gpu)
+    step_pages = -(-buckets_of(options, gpu=gpu).prefill[-1] // page_size)
+    rings, beside = plan_rings(
+        options, kv_format, shapes, dtype, state, step_pages=step_pages, gpu=gpu
+    )
     beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)
     room = Room(

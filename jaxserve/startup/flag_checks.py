@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxserve.cli.options import Options
-from jaxserve.config import NO_SPECULATION, ConfigError
+from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec
 from jaxserve.setting_files import read_text
 from jaxserve_kernels.kv_format import KVFormat
@@ -31,23 +29,6 @@ def check_length(options: Options, spec: ModelSpec) -> None:
             f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
             "positions"
         )
-
-
-def for_state(options: Options, spec: ModelSpec) -> Options:
-    """Returns the options, without speculation for a model with recurrent layers: their state
-    cannot be taken back.
-
-    Raises:
-      ConfigError: such a model is asked to speculate.
-    """
-    if spec.state is None:
-        return options
-    if options.speculative_config and options.speculative_config != NO_SPECULATION:
-        raise ConfigError(
-            "--speculative-config: the state of the model's recurrent layers cannot be taken back "
-            "behind a rejected draft; leave the flag out"
-        )
-    return replace(options, speculative_config=NO_SPECULATION)
 
 
 def check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gpu: bool) -> None:

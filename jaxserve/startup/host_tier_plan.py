@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 _GPU_RINGS = 256 * 2**20, 512 * 2**20
 """Bytes of the rings, store and load. With a step of 15 ms running, loads reach one load ring per
 step, 36 GB/s."""
+_STEPS, _MOST_STORE_BYTES = 2, 2**30
+"""The store ring holds the pages that so many of the longest steps compute, up to so many bytes: a
+slot is free again two steps after a page is put there, and a long run of prompts evicts as many
+pages as it computes. See `test_later_turns_of_chats_find_what_the_device_has_evicted`."""
 _CPU_RINGS = 8 * 2**20, 8 * 2**20
 _LEAST, _MOST = 4, 256
 """Slots of a ring."""
@@ -53,12 +57,14 @@ def plan_rings(
     dtype: DTypeLike,
     state: RecurrentState | None,
     *,
+    step_pages: int,
     gpu: bool,
 ) -> tuple[Rings | None, int]:
     """Returns the sizes of the rings, if there is a tier, and their bytes on the device.
 
     Args:
       shapes: of the caches of all groups; their numbers of pages do not matter.
+      step_pages: that the longest step computes, of each group.
       state: of recurrent layers, abstract. All of a snapshot's pieces fit the rings at once.
     """
     if options.kv_offload_size is None:
@@ -67,8 +73,10 @@ def plan_rings(
     each = sum(kv_format.page_bytes(shape, dtype) for shape in shapes)
     each += pieces.page_bytes(state) if pieces and state else 0
     least = max(_LEAST, pieces.layers if pieces else 0)
-    slots = (max(least, min(size // each, _MOST)) for size in (_GPU_RINGS if gpu else _CPU_RINGS))
-    rings = Rings(*slots)
+    store, load = (min(size // each, _MOST) for size in (_GPU_RINGS if gpu else _CPU_RINGS))
+    if gpu:
+        store = max(store, min(_STEPS * step_pages, _MOST_STORE_BYTES // each))
+    rings = Rings(store=max(least, store), load=max(least, load))
     return rings, ring_bytes(kv_format, shapes, dtype, rings, state)
 
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxserve import host_memory
 from jaxserve.config import Buckets, ConfigError
 from jaxserve.model_spec import ModelSpec
+from jaxserve.models.delta_net import input_bytes
 from jaxserve.runner import slot_tables
 
 RESERVE = 2**30
@@ -125,12 +126,11 @@ def plan_gpu_cache(
     token = (max(4 * spec.ffn, pairs) + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = spec.vocab_size * 4 * 4
     verified = max((rows * positions for rows, positions in buckets.verify), default=0)
-    own_tables = spec.vocab_size * 2 * 4  # each position of a verify step has some, as slots have
+    # Each position of a verify step has tables, as slots have, and leaves what states take of it.
+    own = spec.vocab_size * 2 * 4 + input_bytes(spec, itemsize)
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
     expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_paged_layers
-    largest = max(
-        buckets.prefill[-1] * token + rows * scores, verified * (token + scores + own_tables)
-    )
+    largest = max(buckets.prefill[-1] * token + rows * scores, verified * (token + scores + own))
     scratch = largest + unpacked + expanded
     free = limit - weights - scratch - tables - RESERVE
     return max(0, free // _ROUNDING * _ROUNDING)

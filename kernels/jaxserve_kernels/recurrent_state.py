@@ -82,6 +82,17 @@ class RecurrentStep(NamedTuple):
             blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
         return cls(slots, positions, Rows(first, length, row_slots, start, blocked))
 
+    def cut(self, lengths: Array, padding_slot: int) -> RecurrentStep:
+        """Of the first tokens of each row: int32 [rows], at most so many as it has. The others
+        become padding. Nothing is computed in blocks."""
+        inside = jnp.zeros(padding_slot + 1, jnp.int32).at[self.rows.slots].set(lengths)
+        kept = self.offsets(padding_slot + 1) < inside[self.slots]
+        return RecurrentStep(
+            jnp.where(kept, self.slots, padding_slot),
+            jnp.where(kept, self.positions, 0),
+            self.rows._replace(length=lengths, blocked=None),
+        )
+
     def offsets(self, num_slots: int) -> Array:
         """Index of each token in its row, int32 [tokens]."""
         start = jnp.zeros(num_slots, jnp.int32).at[self.rows.slots].set(self.rows.positions)

@@ -1,11 +1,16 @@
 """How often the prefix cache of a model with recurrent layers hits in agents' conversations.
 
     python -m lab.studies.bench_hybrid_hits --out hits.json
+    python -m lab.studies.bench_hybrid_hits --planned --out hits_by_snapshots.json
 
 A server on the CPU with random weights of a small Qwen3.5. Conversations take turns; a turn adds
 the model's output and a tool's result to the context. An ideal cache has the longest prefix that
-any request before has computed. Afterwards prompts of the first conversation run again, each with a
-salt of its own: time to the first token without the cache.
+any request before has computed. Afterwards prompts of the first conversation run again, three times
+and each with a salt of its own: time to the first token without the cache, and whether its tokens
+are the same.
+
+With --planned the scheduler alone plays a trace of longer contexts, with more and with fewer
+snapshots than there are conversations. Hits depend on no numbers of a model.
 """
 
 from __future__ import annotations
@@ -22,13 +27,21 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxserve.api import Request as EngineRequest
+from jaxserve.api import SamplingParams
+from jaxserve.config import CacheConfig, SchedulerConfig
+from jaxserve.plan import Sampled
+from jaxserve.runner.kv_cache import SNAPSHOT_STRIDE
+from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints import resolve
+from scripts.working_tree import commit
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -47,10 +60,27 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-SYSTEM, QUESTION, OUTPUT, RESULT = 640, 40, 48, (60, 420)
-"""Tokens; a tool's result has a random number of them."""
+
+
+class Trace(NamedTuple):
+    """Tokens of the parts of conversations; of pairs a random number of them between both."""
+
+    systems: tuple[int, ...]
+    """Instructions and tools of each kind of agent; conversations have one after the other."""
+    question: tuple[int, int]
+    output: tuple[int, int]
+    result: tuple[int, int]
+    """Of a tool, and what surrounds it."""
+
+
+TRACE = Trace(systems=(700, 1300), question=(20, 300), output=(20, 120), result=(60, 420))
+LONG = Trace(systems=(2500, 3700), question=(50, 500), output=(50, 300), result=(200, 2500))
+COLD_RUNS = 3
+SNAPSHOTS = (8, 12, 16, 24, 32, 64, 128)
 
 type Request = list[int]
+type Ask = Callable[[Request, int], dict[str, Any]]
+"""Returns what was cached of a prompt, and so many tokens that follow it."""
 
 
 def main() -> None:
@@ -59,19 +89,79 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--cache", default="96Mi", help="--kv-cache-memory-bytes of the server")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--planned", action="store_true", help="see above")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder), options) as (url, log):
-        warm = play(url, options.conversations, options.turns)
-        cold = [
-            ask(url, turn["prompt"], salt=f"cold {number}")["ttft_ms"]
-            for number, turn in enumerate(warm)
-            if turn["conversation"] == 0
-        ]
-    found = report(warm, cold, options) | {"memory": log}
+    found = planned(options) if options.planned else served(options)
     print(json.dumps(found, indent=1))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def served(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, server(Path(folder), options) as (url, log):
+        warm = play(partial(ask, url), TRACE, options.conversations, options.turns)
+        cold = [
+            [
+                ask(url, turn["prompt"], len(turn["tokens"]), salt=f"cold {turn['turn']} {number}")
+                for number in range(COLD_RUNS)
+            ]
+            for turn in warm
+            if turn["conversation"] == 0
+        ]
+    return report(warm, cold, options) | {"memory": log}
+
+
+def planned(options: argparse.Namespace) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for snapshots in SNAPSHOTS:
+        turns = play(Planner(snapshots), LONG, options.conversations, options.turns)
+        row = {"snapshots": snapshots, **hits(turns)}
+        rows.append(row)
+    return {
+        "what": "python -m lab.studies.bench_hybrid_hits --planned",
+        "commit": commit(),
+        "conversations": options.conversations,
+        "turns": options.turns,
+        **LONG._asdict(),
+        "by_snapshots": rows,
+    }
+
+
+class Planner:
+    """A scheduler whose plans nobody computes; what follows a prompt is random."""
+
+    def __init__(self, snapshots: int):
+        config = SchedulerConfig(max_num_seqs=4, max_model_len=65_536, max_num_batched_tokens=2048)
+        cache = CacheConfig(
+            num_pages=8192,
+            page_size=64,
+            snapshots=snapshots,
+            snapshot_stride=SNAPSHOT_STRIDE,
+            state_block=64,
+        )
+        self._scheduler = Scheduler(config, cache)
+        self._rng, self._number = random.Random(1), 0
+
+    def __call__(self, prompt: Request, max_tokens: int) -> dict[str, Any]:
+        self._number += 1
+        params = SamplingParams(max_tokens=max_tokens)
+        name = str(self._number)
+        self._scheduler.add(EngineRequest(id=name, prompt=tuple(prompt), params=params))
+        tokens: list[int] = []
+        cached = 0
+        while self._scheduler.has_work:
+            plan = self._scheduler.plan()
+            assert plan is not None
+            sampled = [self._sampled() if row.samples else None for row in plan.rows]
+            for event in self._scheduler.commit(plan, sampled):
+                assert event.token is not None
+                cached = max(cached, event.cached_tokens)
+                tokens.append(event.token)
+        return {"cached": cached, "tokens": tokens}
+
+    def _sampled(self) -> Sampled:
+        return Sampled(self._rng.randrange(100, 2000))
 
 
 @contextmanager
@@ -108,27 +198,40 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str
         process.communicate()
 
 
-def play(url: str, conversations: int, turns: int) -> list[dict[str, Any]]:
+def play(ask: Ask, trace: Trace, conversations: int, turns: int) -> list[dict[str, Any]]:
     """All requests, with what was cached and what an ideal cache would have."""
     rng = random.Random(0)
 
-    def words(count: int) -> Request:
-        return [rng.randrange(100, 2000) for _ in range(count)]
+    def words(*bounds: int) -> Request:
+        return [rng.randrange(100, 2000) for _ in range(rng.randint(bounds[0], bounds[-1]))]
 
-    system = words(SYSTEM)
-    histories = [system + words(QUESTION) for _ in range(conversations)]
+    systems = [words(size) for size in trace.systems]
+    histories = [
+        systems[number % len(systems)] + words(*trace.question) for number in range(conversations)
+    ]
     computed: list[Request] = []
     found: list[dict[str, Any]] = []
     for turn in range(turns):
         for number, prompt in enumerate(histories):
             ideal = max((common(prompt, each) for each in computed), default=0)
-            answer = ask(url, prompt, max_tokens=OUTPUT)
+            answer = ask(prompt, rng.randint(*trace.output))
             whole = prompt + answer["tokens"]
             computed.append(whole[:-1])  # the last token is never computed
             found.append(answer | {"prompt": prompt, "conversation": number, "turn": turn})
             found[-1]["ideal"] = min(ideal, len(prompt) - 1)
-            histories[number] = whole + words(rng.randint(*RESULT))
+            histories[number] = whole + words(*trace.result)
     return found
+
+
+def hits(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Cached tokens, and what share of an ideal cache's they are."""
+    cached, ideal = (sum(each[name] for each in turns) for name in ("cached", "ideal"))
+    return {
+        "prompt_tokens": sum(len(each["prompt"]) for each in turns),
+        "ideal_tokens": ideal,
+        "cached_tokens": cached,
+        "cached_over_ideal": round(cached / ideal, 4),
+    }
 
 
 def common(one: Request, other: Request) -> int:
@@ -139,7 +242,7 @@ def common(one: Request, other: Request) -> int:
     return min(len(one), len(other))
 
 
-def ask(url: str, prompt: Request, *, max_tokens: int = 1, salt: str = "") -> dict[str, Any]:
+def ask(url: str, prompt: Request, max_tokens: int, *, salt: str = "") -> dict[str, Any]:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}} | ({"cache_salt": salt} if salt else {})
@@ -161,28 +264,29 @@ def ask(url: str, prompt: Request, *, max_tokens: int = 1, salt: str = "") -> di
 
 
 def report(
-    warm: list[dict[str, Any]], cold: list[float], options: argparse.Namespace
+    warm: list[dict[str, Any]], cold: list[list[dict[str, Any]]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    cached, ideal = (sum(each[name] for each in warm) for name in ("cached", "ideal"))
     turns = [[each for each in warm if each["turn"] == turn] for turn in range(options.turns)]
+    first = [each["tokens"] for each in warm if each["conversation"] == 0]
+    alike = all(
+        run["tokens"] == tokens for tokens, runs in zip(first, cold, strict=True) for run in runs
+    )
     return {
         "what": "python -m lab.studies.bench_hybrid_hits",
+        "commit": commit(),
         "device": f"CPU, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "kv_cache_dtype": options.kv_cache_dtype,
         "conversations": options.conversations,
-        "prompt_tokens": sum(len(each["prompt"]) for each in warm),
-        "ideal_tokens": ideal,
-        "cached_tokens": cached,
-        "cached_over_ideal": round(cached / ideal, 4),
+        **TRACE._asdict(),
+        **hits(warm),
+        "cold_tokens_are_warm_tokens": alike,
         "turns": [
             {
                 "turn": turn,
                 "prompt_tokens_median": median(len(each["prompt"]) for each in some),
-                "cached_over_ideal": round(
-                    sum(each["cached"] for each in some) / sum(each["ideal"] for each in some), 4
-                ),
+                "cached_over_ideal": hits(some)["cached_over_ideal"],
                 "ttft_ms_median": round(median(each["ttft_ms"] for each in some), 1),
-                "ttft_ms_cold": round(cold[turn], 1),
+                "ttft_ms_cold": round(median(run["ttft_ms"] for run in cold[turn]), 1),
             }
             for turn, some in enumerate(turns)
         ],

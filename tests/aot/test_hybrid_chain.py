@@ -16,7 +16,7 @@ from jaxserve_kernels.kv_format import AttentionStep, CacheShape, named
 from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
-from tests.aot.compiled_steps import missing
+from tests.aot.compiled_steps import inspect, missing
 
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
@@ -24,9 +24,13 @@ if lacking := missing():
 SLOTS = 65
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_layers_are_one_chain(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three recurrent layers and one of attention, of Qwen3.5-27B. Every kernel compiles."""
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("qwen3.5-27b", 1), ("qwen3.5-27b", 8), ("qwen3.5-27b", 64), ("qwen3.5-35b-a3b", 8)],
+)
+def test_layers_are_one_chain(model: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three recurrent layers and one of attention, without experts and with a shared one. Every
+    kernel compiles."""
     from jaxserve_kernels.pdl import lowering
 
     found: list[Any] = []
@@ -37,7 +41,7 @@ def test_layers_are_one_chain(tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     traced = lowering.trace
     monkeypatch.setattr(lowering, "trace", trace)
-    spec = NAMED_MODELS["qwen3.5-27b"]
+    spec = NAMED_MODELS[model]
     spec = replace(spec, layers=spec.layers[:4])
     own = spec.attention
     shape = CacheShape(
@@ -62,3 +66,11 @@ def test_layers_are_one_chain(tokens: int, monkeypatch: pytest.MonkeyPatch) -> N
     table = jax.ShapeDtypeStruct((SLOTS, 512), jnp.int32)
     jax.jit(step).trace(params, caches, ints, table).lower(lowering_platforms=("cuda",))
     assert len(found) == 1 and found[0] is not None, "something is computed outside of kernels"
+
+
+def test_a_whole_step_is_one_graph() -> None:
+    """Decode and prefill, and neither copies the cache or the state."""
+    flags = ("--model", "qwen3.5-27b", "--layers", "4", "--decode", "8", "--prefill", "512")
+    for name, report in inspect(*flags).items():
+        assert report["outside_graph"] == ["kCommandBuffer"], name
+        assert report["aliased_bytes"] == report["state_bytes"], name

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve_kernels import ptxas
-from jaxserve_kernels.causal_conv import causal_conv
+from jaxserve_kernels.causal_conv import causal_conv, convolve, keep_inputs
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
     RuleTokens,
     RuleWeights,
+    advance_state,
     gated_delta_rule,
+    rule_outputs,
 )
 from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
@@ -103,3 +105,32 @@ def test_recurrent_layers_compile(
     assert len(codes) == (3 if decode else 6)
     for code in codes:
         check(code, tmp_path, 0 if decode else SPILLED[capability])
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_steps_with_drafts_compile(capability: int, tmp_path: Path) -> None:
+    """Outputs first, and the state when it is known which tokens count."""
+    target = Target.for_gpu(capability).replace(checked=False)
+    heads = Heads(key_heads=16, value_heads=48, key_dim=128, value_dim=128)
+    config = RuleConfig(heads=heads, block=64, eps=1e-6)
+    step = RecurrentStep(ints(64), ints(64), Rows(ints(8), ints(8), ints(8), ints(8)))
+    channels = 2 * heads.keys + heads.values
+
+    def layer(projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any) -> Any:
+        mixed = convolve(projected, conv, states[0], LAYER, step, target=target)
+        rest = (weights, states[1], LAYER, step)
+        tokens = RuleTokens(mixed, gates[None], projected)
+        out = rule_outputs(tokens, *rest, config=config, target=target)
+        kept = keep_inputs(mixed, states[0], LAYER, step.rows, target=target)
+        return out, kept, advance_state(mixed, gates, *rest, config=config, target=target)
+
+    codes = compiled(
+        layer, array(4, 64, channels + heads.values), array(64, 2 * heads.value_heads, dtype=BF16),
+        array(channels, 4, dtype=BF16),
+        RuleWeights(array(heads.value_heads), array(heads.value_heads), array(128, dtype=BF16)),
+        (array(LAYERS, SLOTS, 3, channels, dtype=BF16), array(LAYERS, SLOTS, *heads[1:])),
+        step,
+    )  # fmt: skip
+    assert len(codes) == 5
+    for code in codes:
+        check(code, tmp_path, SPILLED[capability])

@@ -18,6 +18,16 @@ def test_a_verify_step_is_one_cuda_graph_that_copies_no_state(name: str) -> None
     assert report["scratch_bytes"] < 1024 * 2**20
 
 
+@pytest.mark.slow
+def test_state_that_cannot_be_taken_back_is_read_and_then_written_in_place() -> None:
+    flags = ("--model", "qwen3.5-27b", "--layers", "4", "--decode=", "--prefill=")
+    (report,) = inspect(*flags, "--verify", "8x8").values()
+    assert report["outside_graph"] == ["kCommandBuffer"]
+    assert report["kv_copies"] == report["table_copies"] == 0
+    assert report["aliased_bytes"] == report["state_bytes"]
+    assert report["scratch_bytes"] < 1024 * 2**20
+
+
 def test_a_draft_head_is_a_part_of_the_graph() -> None:
     """Of DeepSpec's sizes: its layers, and seven draws one after the other."""
     flags = ("--layers", "2", "--decode", "8", "--prefill=", "--verify", "4x8")
@@ -27,6 +37,20 @@ def test_a_draft_head_is_a_part_of_the_graph() -> None:
         assert report["kv_copies"] == report["table_copies"] == 0
         assert report["aliased_bytes"] == report["state_bytes"]
     assert verify["scratch_bytes"] < 1024 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_a_models_own_head_is_a_part_of_the_graph(model: str) -> None:
+    """Beside delta nets, dense and with experts."""
+    flags = ("--model", model, "--layers", "4", "--decode", "8", "--prefill=")
+    reports = inspect(*flags, "--verify", "4x4", "--draft-head", "mtp")
+    assert set(reports) == {"decode_8", "verify_4x4"}
+    for report in reports.values():
+        assert report["outside_graph"] == ["kCommandBuffer"]
+        assert report["kv_copies"] == report["table_copies"] == 0
+        assert report["aliased_bytes"] == report["state_bytes"]
+        assert report["scratch_bytes"] < 1024 * 2**20
 
 
 @pytest.mark.slow

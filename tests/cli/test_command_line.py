@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import jaxserve
 from jaxserve.__main__ import main
 from jaxserve.bench.command import main as bench
 from jaxserve.cli.options import parse_args
+from jaxserve.config import SpeculationConfig
 
 
 @pytest.mark.parametrize(
@@ -142,3 +144,12 @@ def test_flags_of_the_environment_go_behind_those_of_the_command_line(
             parse_args([], defaults=wrong)
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["mtp", "qwen3_next_mtp", "qwen3_5_mtp"])
+def test_vllms_names_of_multi_token_prediction(method: str) -> None:
+    flag = "--speculative-config"
+    found = parse_args([flag, f'{{"method": "{method}"}}']).speculative_config
+    assert found == SpeculationConfig(drafts=3, native=True)
+    given = f'{{"method": "{method}", "num_speculative_tokens": 2}}'
+    assert parse_args([flag, given]).speculative_config == replace(found, drafts=2)

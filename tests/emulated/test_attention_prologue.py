@@ -1,4 +1,5 @@
-"""The prologue of attention, its gates, and the product with few rows of a weight, emulated."""
+"""Small kernels of a launch chain on the emulator: the prologue of attention, its gates, the sum
+with a shared expert, and products with few rows of a weight."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import pytest
 from jaxserve_kernels import dense_matmul
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_prologue import PrologueHeads, reference, triton
+from jaxserve_kernels.shared_expert import reference as shared_reference
+from jaxserve_kernels.shared_expert import triton as shared_triton
 from tests.emulated.errors import relative_error
 from tests.emulator.targets import PDL
 
@@ -62,3 +65,23 @@ def test_a_product_with_a_weight_of_few_rows() -> None:
     parts = dense_matmul.linear(x, weight, jnp.float32, target=PDL)
     assert parts.shape == (5, 5, 96)
     assert relative_error(parts.sum(0), wide(x) @ wide(weight).T) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [17, 257])
+def test_a_product_with_a_router_of_no_whole_tiles(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = normal(rng, 5, 256, dtype="bfloat16"), normal(rng, rows, 256, dtype="bfloat16")
+    parts = dense_matmul.linear(x, weight, jnp.float32, target=PDL)
+    assert parts.shape[1:] == (5, rows)
+    assert relative_error(parts.sum(0), wide(x) @ wide(weight).T) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_sum_with_a_shared_expert(dtype: str) -> None:
+    rng, tokens, embed = np.random.default_rng(3), 3, 640
+    update, every = normal(rng, 1, tokens, embed, dtype=dtype), normal(rng, 4, tokens, embed)
+    given = (update, every, normal(rng, 2, tokens, 9))
+    found = shared_triton.add_shared_expert(*given, column=8, dtype=dtype, target=PDL)
+    expected = shared_reference.add_shared_expert(*given, column=8, dtype=dtype)
+    bound = 1e-6 if dtype == "float32" else 4e-3
+    assert relative_error(wide(found), wide(expected)) < bound

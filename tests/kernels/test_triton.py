@@ -16,6 +16,7 @@ from jaxserve_kernels.attention_inputs import KVSlots, attention_inputs
 from jaxserve_kernels.dense_matmul import add_linear, gated_linear, linear, sum_parts
 from jaxserve_kernels.kv_format import AttentionStep, attend
 from jaxserve_kernels.paged_attention import QueryTiles, paged_attention
+from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import REFERENCE, Implementation, Target
 from tests.kernels.attention_inputs import AttentionSpec, Chunk, Heads, apart, make_inputs
 from tests.kernels.attention_specs import HOPPER_SPECS, MODEL_SPECS, SMALL_SPECS
@@ -278,3 +279,24 @@ def test_products_of_many_tokens_equal_their_reference(tokens: int, out: int, de
     for got, expected in zip(run("triton"), run("reference"), strict=True):
         assert got.dtype == expected.dtype
         assert relative_error(got, expected) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_router_and_the_sum_with_a_shared_expert(tokens: int) -> None:
+    """Of Qwen3.5-35B-A3B, in a chain."""
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    x = jax.random.normal(keys[0], (tokens, 2048), jnp.bfloat16)
+    router = (jax.random.normal(keys[1], (257, 2048)) / 45).astype(jnp.bfloat16)
+    down = (jax.random.normal(keys[2], (2048, 2048)) / 45).astype(jnp.bfloat16)
+
+    def both(
+        x: jax.Array, update: jax.Array, router: jax.Array, down: jax.Array, *, target: Target
+    ) -> jax.Array:
+        scores = linear(x, router, jnp.float32, target=target)
+        every = linear(x, down, target=target)
+        return add_shared_expert(update, every, scores, column=256, dtype="bfloat16", target=target)
+
+    given = (x, x[None], router, down)
+    chain = jax.jit(lambda *arrays: pdl.call(both, *arrays, target=Target.here()))
+    expected = jax.jit(functools.partial(both, target=REFERENCE))(*given)
+    assert relative_error(chain(*given), expected) < TOLERANCE["bfloat16"]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.layer_spec import DeltaNetSpec, LayerSpec
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.plan import Row, Sampled
@@ -36,15 +37,29 @@ SPECS = tuple(
 )
 """Heads of shapes that the kernel for long tiles takes: Qwen3's, and the embedded model's."""
 
+_FULL = SPECS[0].layers[0]
+_DELTA_NET = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128, conv_width=4)
+_RECURRENT = LayerSpec(delta_net=_DELTA_NET, feed_forward=_FULL.feed_forward)
+HYBRID = dataclasses.replace(SPECS[0], layers=(_RECURRENT, _RECURRENT, _RECURRENT, _FULL))
+"""Heads of Qwen3.5's size; its chunks end at blocks."""
+
 LONGEST = 1500
 PAGES = -(-LONGEST // 64)
 BOUND = 0.08
 """Largest difference of a logprob; 0.013 to 0.038 were measured on an H200."""
 
 
-@pytest.fixture(scope="module", params=SPECS, ids=lambda spec: f"heads of {spec.head_dim}")
-def runner(request: pytest.FixtureRequest) -> Runner:
-    spec: ModelSpec = request.param
+def name_of(spec: ModelSpec) -> str:
+    return "hybrid" if spec.state is not None else f"heads of {spec.head_dim}"
+
+
+@pytest.fixture(scope="module", params=(*SPECS, HYBRID), ids=name_of)
+def spec(request: pytest.FixtureRequest) -> ModelSpec:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runner(spec: ModelSpec) -> Runner:
     config = make_config(
         spec=spec,
         max_num_seqs=8,
@@ -80,7 +95,9 @@ def difference(got: Sampled, expected: Sampled) -> float:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_chunks_among_others_give_what_the_whole_prompt_gives(runner: Runner, seed: int) -> None:
+def test_chunks_among_others_give_what_the_whole_prompt_gives(
+    spec: ModelSpec, runner: Runner, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     ids = prompt(rng, int(rng.integers(2, LONGEST)))
     expected = first_token(runner, placed(0), ids)
@@ -88,7 +105,8 @@ def test_chunks_among_others_give_what_the_whole_prompt_gives(runner: Runner, se
     runner.reset()
     others = {slot: prompt(rng, int(rng.integers(1, 200))) for slot in range(1, 5)}
     step(runner, [placed(s).chunk(o) for s, o in others.items()], [placed(s) for s in others])
-    cuts = sorted({0, len(ids), *rng.integers(1, len(ids), 4).tolist()})
+    block = 1 if spec.state is None else spec.state.delta_net.block
+    cuts = sorted({0, len(ids), *(rng.integers(1, len(ids), 4) // block * block).tolist()})
     got: Sequence[Sampled | None] = []
     for turn, (start, end) in enumerate(itertools.pairwise(cuts)):
         decodes = [placed(slot).decode(len(other) + turn) for slot, other in others.items()]

@@ -103,12 +103,12 @@ def test_rings_stay_where_they_are_and_each_group_has_its_own() -> None:
     assert second[3] == held and held not in first
 
 
-def test_calls_are_large_and_more_than_half_full() -> None:
+def test_calls_are_large_and_three_quarters_full() -> None:
     moves = [PageMove(page, page, 0) for page in range(1, 70)]
-    sizes = [[pairs.shape[1] for pairs in page_moves.pack(moves[:n], 100)] for n in (1, 5, 45, 69)]
-    assert sizes == [[1], [8], [32, 8, 8], [32, 32, 8]]
-    (pairs,) = page_moves.pack(moves[:5], 100)
-    assert pairs.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], [1, 2, 3, 4, 5, 100, 100, 100]]
+    sizes = [[pairs.shape[1] for pairs in page_moves.pack(moves[:n], 100)] for n in (1, 5, 24, 69)]
+    assert sizes == [[1], [1] * 5, [16, 8], [16, 16, 16, 16, *[1] * 5]]
+    (pairs,) = page_moves.pack(moves[:6], 100)
+    assert pairs.tolist() == [[1, 2, 3, 4, 5, 6, 0, 0], [1, 2, 3, 4, 5, 6, 100, 100]]
     assert list(page_moves.pack([], 100)) == []
 
 

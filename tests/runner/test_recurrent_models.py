@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -15,18 +16,17 @@ from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve_kernels.kv_format import named
 from jaxserve_kernels.kv_format.kvarn import KVarN
+from tests.runner.driver import TOLERANCE
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.tiny_model import COMPILES, make_config, make_runner
 
 SNAPSHOTS, BLOCK = 3, 4
 STATE: dict[str, Any] = {"snapshots": SNAPSHOTS, "snapshot_stride": 8, "state_block": BLOCK}
 FEED_FORWARD = FeedForwardSpec(width=48)
-RECURRENT = LayerSpec(
-    delta_net=DeltaNetSpec(
-        key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4, block=BLOCK
-    ),
-    feed_forward=FEED_FORWARD,
+DELTA_NET = DeltaNetSpec(
+    key_heads=2, value_heads=4, key_dim=8, value_dim=12, conv_width=4, block=BLOCK
 )
+RECURRENT = LayerSpec(delta_net=DELTA_NET, feed_forward=FEED_FORWARD)
 FULL = LayerSpec(
     attention=AttentionSpec(
         q_heads=4,
@@ -82,25 +82,58 @@ def runner(config: RunnerConfig) -> Iterator[Runner]:
     assert COMPILES.count == before, "something was compiled while serving"
 
 
-def test_each_request_gets_the_tokens_it_would_get_alone(
-    config: RunnerConfig, runner: Runner
-) -> None:
-    solo = Solo(runner, config)
+def check(
+    config: RunnerConfig,
+    runner: Runner,
+    *,
+    examples: int,
+    pages: int = 0,
+    tolerance: float = TOLERANCE,
+) -> tuple[int, int]:
+    """Returns preemptions, and tokens of prefix hits, of so many workloads.
+
+    Args:
+      pages: beside those of the workloads, which are scarce.
+    """
+    solo, block = Solo(runner, config), config.cache.state_block
     preemptions: list[int] = []
     hits: list[int] = []
 
-    @settings(derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(work=workloads())
-    def check(work: Workload) -> None:
+    def check_one(work: Workload) -> None:
         seqs = config.scheduler.max_num_seqs  # snapshots lie behind the slots
-        tokens = max(work.config.max_num_batched_tokens, seqs - 1 + BLOCK)
+        tokens = max(work.config.max_num_batched_tokens, seqs - 1 + block)
         work = work._replace(
             config=replace(work.config, max_num_seqs=seqs, max_num_batched_tokens=tokens),
-            cache=replace(config.cache, num_pages=work.cache.num_pages),
+            cache=replace(config.cache, num_pages=work.cache.num_pages + pages),
         )
-        loop = check_against_solo(work, runner, solo)
+        loop = check_against_solo(work, runner, solo, tolerance)
         preemptions.append(loop.scheduler.num_preemptions)
         hits.append(loop.hit_tokens)
 
-    check()
-    assert sum(preemptions) > 5 and sum(hits) > 30
+    check_one()
+    return sum(preemptions), sum(hits)
+
+
+def test_each_request_gets_the_tokens_it_would_get_alone(
+    config: RunnerConfig, runner: Runner
+) -> None:
+    preemptions, hits = check(config, runner, examples=30)
+    assert preemptions > 5 and hits > 30, (preemptions, hits)
+
+
+@pytest.mark.gpu
+def test_each_request_gets_the_tokens_it_would_get_alone_on_a_gpu() -> None:
+    """In float32, with heads and blocks that the kernels take."""
+    own = replace(DELTA_NET, key_dim=16, value_dim=16, block=16)
+    spec = hybrid(replace(RECURRENT, delta_net=own), replace(RECURRENT, delta_net=own), FULL)
+    made = make_config(spec=spec, decode=(1, 4), prefill=(24,), max_model_len=24)
+    cache = replace(made.cache, snapshots=SNAPSHOTS, snapshot_stride=16, state_block=16)
+    config = replace(made, cache=cache)
+    with jax.default_matmul_precision("highest"):
+        runner = make_runner(config)
+        before = COMPILES.count
+        preemptions, hits = check(config, runner, examples=200, pages=6, tolerance=1e-3)
+    assert COMPILES.count == before, "something was compiled while serving"
+    assert preemptions > 5 and hits > 30, (preemptions, hits)

@@ -46,23 +46,37 @@ class Slots:
         self.pages: dict[int, Page] = {}
 
 
+class Job(NamedTuple):
+    """What a job does, what it does when it fails, and whether it may have ended."""
+
+    do: Callable[[], None]
+    spoil: Callable[[], None]
+    ready: Callable[[], bool]
+
+
 class Delayed:
     """Jobs that take effect at once or at their end, and end in any order."""
 
     def __init__(self, faults: Faults, seed: int):
         self.faults, self.random = faults, random.Random(seed)
-        self.jobs: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
-        """What a job does, and what it does when it fails."""
+        self.jobs: dict[int, Job] = {}
         self._hanging: set[int] = set()
         self.draining = False
 
-    def begin(self, tag: int, do: Callable[[], None], spoil: Callable[[], None]) -> None:
+    def begin(
+        self,
+        tag: int,
+        do: Callable[[], None],
+        spoil: Callable[[], None],
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """The job cannot end before it is `ready`."""
         assert tag not in self.jobs
         if self.random.random() < self.faults.never:
             self._hanging.add(tag)
         if self.random.random() < 0.5:
             do()
-        self.jobs[tag] = do, spoil
+        self.jobs[tag] = Job(do, spoil, ready)
 
     def poll(self) -> list[Ended]:
         ended: list[Ended] = []
@@ -70,9 +84,9 @@ class Delayed:
         self.random.shuffle(tags)
         for tag in tags:
             late = tag in self._hanging or self.random.random() < self.faults.late
-            if late and not self.draining:
+            if (late and not self.draining) or not self.jobs[tag].ready():
                 continue
-            do, spoil = self.jobs.pop(tag)
+            do, spoil, _ = self.jobs.pop(tag)
             ok = self.random.random() >= self.faults.failed
             (do if ok else spoil)()
             ended.append(Ended(tag, ok, None if ok else "it failed"))
@@ -90,7 +104,7 @@ class FakeCopier(Delayed):
         self.load_ring: dict[int, Page] = {}
         self.stores = self.loads = 0
 
-    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]) -> None:
         self.stores += 1
 
         def do() -> None:
@@ -99,7 +113,7 @@ class FakeCopier(Delayed):
         def spoil() -> None:
             self.slots.pages[host_slot] = GARBAGE
 
-        self.begin(tag, do, spoil)
+        self.begin(tag, do, spoil, written)
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
         self.loads += 1

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, HostTierConfig, SchedulerConfig
 from jaxserve.scheduler.load_rates import FIXED_SECONDS, Decision, LoadRates
+from jaxserve.scheduler.sequence import Sequence
 from tests.scheduler.fake_host import Faults, Page, TierLoop
 
 CONFIG = HostTierConfig(slots=9, page_bytes=(100,), store_ring=4, load_ring=4, lookahead=2)
@@ -122,4 +123,27 @@ def test_whose_turn_comes_at_once_has_its_load_and_no_read_ahead() -> None:
     assert loop.tier._prefetch.pages == 0  # pyright: ignore[reportPrivateUsage]
     assert loop.disk is not None and loop.disk.reads == len(KEPT) // 4
     assert loop.observer.tokens == {"disk": len(KEPT)}
+    loop.drain()
+
+
+def test_what_is_in_memory_is_loaded_even_if_the_rest_is_not_worth_reading() -> None:
+    loop = loop_with_files(max_num_seqs=2)
+    loop.add(request("reads all", *KEPT, 1, 2))
+    end(loop)
+    loop.drain()
+    begin, tier = loop.tier.begin, loop.tier
+
+    def begin_with_slow_disk(seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
+        tier._loads.rates._disk = 100.0  # pyright: ignore[reportPrivateUsage]
+        for content in seq.page_hashes(len(KEPT) // 4, 4)[3:]:
+            tier.index.discard(content)
+        return begin(seq, cached, 1000.0)
+
+    loop.tier.begin = begin_with_slow_disk
+    for pool in loop.scheduler.pools:
+        pool.forget()
+    loop.observer.tokens.clear()
+    loop.add(request("again", *KEPT, 1, 2))
+    end(loop)
+    assert loop.observer.tokens == {"host": 12}, "three pages"
     loop.drain()

@@ -14,8 +14,10 @@ from jaxserve.plan import StateCopy
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.snapshots import Snapshots
+from lab.studies import bench_hybrid_hits
+from lab.studies.bench_hybrid_hits import Planner
 from tests.scheduler.by_hand import PLAIN, commit, planned, shape
-from tests.scheduler.loop import Loop, Optimist
+from tests.scheduler.loop import Optimist
 from tests.scheduler.test_scheduler_properties import (
     Workload,
     check_against_solo,
@@ -210,29 +212,55 @@ def test_nothing_is_found_after_a_reset() -> None:
     assert run(sched, prompt(*range(39), name="again")) == 0
 
 
-def test_the_turns_of_agents_are_found() -> None:
-    """10 conversations take turns whose contexts grow by an output and a tool's result. An ideal
-    cache has all tokens of the turn before; found are 9 of 10."""
-    config = SchedulerConfig(max_num_seqs=4, max_model_len=4096, max_num_batched_tokens=256)
-    cache = CacheConfig(
-        num_pages=4096, page_size=16, snapshots=32, snapshot_stride=256, state_block=8
+def test_a_snapshot_is_taken_where_a_prompt_leaves_another() -> None:
+    """Neither of the first two has it at their common beginning; the second one makes it."""
+    sched = scheduler(stride=64, block=8)
+    run(sched, prompt(*range(30), *range(40, 60)))
+    sched.add(prompt(*range(30), *range(70, 90), name="leaves it"))
+    shapes = []
+    while sched.has_work:
+        plan = planned(sched)
+        shapes += shape(plan)
+        commit(sched, plan)
+    assert shapes == [(1, 0, 24), (1, 24, 24), (1, 48, 2)]
+    assert run(sched, prompt(*range(30), *range(100, 120), name="finds it")) == 24
+
+
+def test_a_lost_end_of_a_prompt_is_no_junction() -> None:
+    """Its pages are there, and the next turn alone wants them: a snapshot would be one too many."""
+    sched = scheduler(snapshots=1)
+    run(sched, prompt(*range(11), name="first turn"))
+    run(sched, prompt(*range(50, 61), name="takes its place"))
+    sched.add(prompt(*range(19), name="next turn"))
+    first = planned(sched)
+    commit(sched, first)
+    assert shape(first) == [(2, 0, 16)]
+
+
+def test_the_end_of_a_turn_makes_room_when_the_next_turn_has_its_own() -> None:
+    sched = scheduler(snapshots=2, stride=64)
+    run(sched, prompt(*range(100, 111), name="another chat"))
+    run(sched, prompt(*range(11), name="a turn"))
+    run(sched, prompt(*range(19), name="its next turn"))
+    run(sched, prompt(*range(27), name="and the next"))
+    assert run(sched, prompt(*range(100, 111), name="another chat again")) == 8
+
+
+def test_snapshots_of_the_stride_make_room_first() -> None:
+    sched = scheduler(snapshots=4)
+    run(sched, prompt(*range(100, 111), name="a short chat"))
+    run(sched, prompt(*range(70), name="one with four of the stride"))
+    assert run(sched, prompt(*range(100, 111), name="the short chat again")) == 8
+    assert run(sched, prompt(*range(70), name="the long one again")) == 68
+
+
+@pytest.mark.parametrize("snapshots", [14, 200])
+def test_turns_of_agents_are_found(snapshots: int) -> None:
+    """9 of 10 tokens that an ideal cache has, with little more snapshots than conversations."""
+    found = bench_hybrid_hits.hits(
+        bench_hybrid_hits.play(Planner(snapshots), bench_hybrid_hits.TRACE, 10, 5)
     )
-    loop = Loop(config, cache)
-    system = tuple(index % 4 for index in range(150))
-    histories = [(*system, *(number >> bit & 1 for bit in range(5))) for number in range(10)]
-    ideal = 0
-    for turn in range(4):
-        for number, history in enumerate(histories):
-            name = f"{number}-{turn}"
-            params = SamplingParams(max_tokens=40, temperature=1.0, seed=number)
-            loop.add(Request(id=name, prompt=history, params=params))
-            ideal += len(history) - (75 if turn else 5) if turn or number else 0
-        loop.run()
-        for number, history in enumerate(histories):
-            output = tuple(loop.tokens(f"{number}-{turn}"))
-            result = tuple((number + index) % 4 for index in range(35))
-            histories[number] = (*history, *output, *result)
-    assert loop.hit_tokens >= 0.9 * ideal, (loop.hit_tokens, ideal)
+    assert found["cached_over_ideal"] >= 0.9, found
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -21,9 +22,11 @@ class Copies:
     def __init__(self) -> None:
         self.tags: list[int] = []
         self.ended: list[Ended] = []
+        self.written: list[Callable[[], bool]] = []
 
-    def store(self, ring_slot: int, host_slot: int, tag: int) -> None:
+    def store(self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool]) -> None:
         self.tags.append(tag)
+        self.written.append(written)
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
         self.tags.append(tag)
@@ -62,8 +65,24 @@ def test_moves_that_failed_are_told_and_nothing_of_them_is_copied() -> None:
     for _ in range(2):
         with pytest.raises(MovesFailed):
             transfers.advance()
-    assert not copies.tags
+    assert copies.written == [is_done], "the copier learns it, too"
     transfers.failed()
+    assert transfers.busy and transfers.store_ring.num_free(0) == 1, "the copy has to end"
+    copies.ended = [Ended(copies.tags[0], ok=False, error="it is not written")]
     transfers.advance()
     assert stored == ["the device failed"] and not transfers.busy
     transfers.check()
+
+
+def test_loads_are_told_in_batches_while_others_are_on_their_way() -> None:
+    copies, told = Copies(), list[int]()
+    transfers = Transfers(copies, 1, store_slots=2, load_slots=40)
+    for slot in range(20):
+        assert transfers.load(slot, 0, lambda ring_slot, error: told.append(ring_slot))
+    sizes: list[int] = []
+    for first, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
+        copies.ended = [Ended(tag) for tag in copies.tags[first:end]]
+        transfers.advance()
+        sizes.append(len(told))
+    assert sizes == [0, 8, 16, 20], "eight at a time, and the last ones at once"
+    assert not transfers.busy

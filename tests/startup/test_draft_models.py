@@ -12,8 +12,10 @@ import pytest
 
 from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError
+from jaxserve.models import registry
 from jaxserve.models.drafts.spec import ModelDraft
 from jaxserve.startup.draft_head import is_model, plan_head
+from jaxserve.weights.loading import plan_weights
 from jaxserve.weights.model_source import ModelSource, find_model
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
 from jaxserve_kernels.kv_format import AUTO, named
@@ -30,8 +32,14 @@ def source() -> ModelSource:
 
 def planned(source: ModelSource, folder: Path, *flags: str, **options: Any) -> Any:
     chosen = json.dumps({"model": str(folder), "num_speculative_tokens": 3})
-    parsed = parse_args(["--speculative-config", chosen, *flags])
-    return plan_head(parsed, source, jnp.float32, options.get("kv", AUTO), stacked=False)
+    return planned_by(chosen, source, *flags, **options)
+
+
+def planned_by(chosen: str, source: ModelSource, *flags: str, **options: Any) -> Any:
+    parsed, dtype = parse_args(["--speculative-config", chosen, *flags]), jnp.float32
+    weights = plan_weights(parsed, source, dtype, Path("nowhere"), stacked=False)
+    kv_format = options.get("kv", AUTO)
+    return plan_head(parsed, source, weights, dtype, kv_format, stacked=False)
 
 
 def test_a_model_of_the_same_tokens_drafts(source: ModelSource) -> None:
@@ -71,3 +79,13 @@ def test_heads_are_no_models() -> None:
         assert not is_model(config)
         assert not is_model(config | {"architectures": ["GPT2LMHeadModel"]})
     assert is_model(draft_files.sizes(spec, layers=2) | {"architectures": ["LlamaForCausalLM"]})
+
+
+def test_weights_for_multi_token_prediction_must_be_there(source: ModelSource) -> None:
+    mtp = '{"method": "mtp"}'
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no weights for multi-token"):
+        planned_by(mtp, source)
+    golden = Path(__file__).parents[1] / "golden" / "hybrid"
+    spec = registry.spec_of(json.loads((golden / "config.json").read_text()))
+    with pytest.raises(ConfigError, match=r"has no tensors mtp\.\*"):
+        planned_by(mtp, replace(source, spec=spec, folder=golden))

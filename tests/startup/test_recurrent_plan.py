@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.config import ConfigError
 from tests.startup.pretended import H200, planned_on
 
 FLAGS = ("--model", "qwen3.5-27b", "--load-format", "dummy")
@@ -19,16 +18,24 @@ def test_state_and_snapshots_take_their_part_of_the_memory(monkeypatch: pytest.M
     state = config.recurrent_state
     assert state is not None and state.delta.shape[:2] == (48, slots)
     assert config.scheduler.prefix_caching and config.cache.snapshots > 8
-    assert not config.buckets.verify
+    assert config.buckets.verify, "drafts are looked up by default, as for other models"
     assert slots * STATE < parts.state < slots * STATE * 1.3
     assert parts.weights + parts.kv_cache + parts.state < parts.limit
     off = planned_on(H200, monkeypatch, *FLAGS, "--no-enable-prefix-caching")
     assert off.config.cache.snapshots == 0
 
 
-def test_what_does_not_go_together_with_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="cannot be taken back"):
-        planned_on(H200, monkeypatch, *FLAGS, "--speculative-config", "{}")
+def test_the_models_own_head_drafts_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = planned_on(H200, monkeypatch, *FLAGS)
+    chosen = '{"method": "qwen3_next_mtp", "num_speculative_tokens": 1}'
+    plan = planned_on(H200, monkeypatch, *FLAGS, "--speculative-config", chosen)
+    assert plain.head is None and plan.head is not None
+    assert plan.config.draft == plan.head.spec and plan.head.spec.num_drafts == 1
+    assert {positions for _, positions in plan.config.buckets.verify} == {2}
+    assert plan.head.num_bytes == 2 * 424_673_280 + 4 * (5 * 5120 + 2 * 256)
+    assert plan.config.kv_shapes[0].layers == 17
+    parts = plan.memory(0)
+    assert parts.weights + parts.kv_cache + parts.state < parts.limit
 
 
 def test_a_snapshot_fits_the_rings_of_a_tier_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,18 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import ConfigError
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.drafts import block, eagle3, layouts
+from jaxserve.models.drafts import block, eagle3, layouts, mtp
 from jaxserve.models.drafts.block import BlockParams
 from jaxserve.models.drafts.eagle3 import Eagle3Params
 from jaxserve.models.drafts.layouts import HeadSpec
-from jaxserve.models.drafts.spec import BlockDraft, Eagle3Draft
+from jaxserve.models.drafts.mtp import MtpParams
+from jaxserve.models.drafts.spec import BlockDraft, Eagle3Draft, MtpDraft
 from jaxserve.setting_files import read_json_object
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.reader import Checkpoint, CheckpointError, open_checkpoint
 
-type DraftParams = BlockParams | Eagle3Params
+type DraftParams = BlockParams | Eagle3Params | MtpParams
 
 
 class OpenedDraft(NamedTuple):
@@ -36,8 +37,10 @@ class OpenedDraft(NamedTuple):
     """Puts the weights on the device."""
 
 
-def abstract(draft: HeadSpec, dtype: DTypeLike, *, stacked: bool = False) -> DraftParams:
+def abstract(draft: HeadSpec | MtpDraft, dtype: DTypeLike, *, stacked: bool = False) -> DraftParams:
     """Shapes and dtypes of the parameters; see `decoder.Params` for `stacked`."""
+    if isinstance(draft, MtpDraft):
+        return mtp.abstract(draft, dtype)
     if isinstance(draft, BlockDraft):
         return block.abstract(draft, dtype, stacked=stacked)
     return eagle3.abstract(draft, dtype)

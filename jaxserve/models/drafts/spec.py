@@ -79,6 +79,32 @@ class Eagle3Draft:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpDraft:
+    """Multi-token prediction with weights of the model's own checkpoint: one layer, one pass for
+    each draft. It reads the embedding of a token beside the hidden state of the token before, after
+    the final norm: first the model's and then its own."""
+
+    body: ModelSpec
+    """One layer. Embedding and output matrix are the model's."""
+    num_drafts: int = 7
+    """Passes, each of which guesses one token."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """It reads what comes after the last layer."""
+        return ()
+
+    @property
+    def room(self) -> int:
+        """As in `Eagle3Draft`."""
+        return self.num_drafts - 1
+
+
+type EntryDraft = Eagle3Draft | MtpDraft
+"""A head whose entry in the cache at a position needs the token after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDraft:
     """A small model with the target's tokens, one pass for each draft. Its own cache has as many
     pages as the target's first cache group, under the same numbers: whatever happens to a page
@@ -98,7 +124,7 @@ class ModelDraft:
         return self.num_drafts
 
 
-type DraftSpec = BlockDraft | Eagle3Draft | ModelDraft
+type DraftSpec = BlockDraft | EntryDraft | ModelDraft
 
 
 def shared_layers(draft: DraftSpec | None) -> int:

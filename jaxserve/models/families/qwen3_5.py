@@ -28,6 +28,7 @@ ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
 
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm")
 """Leaves whose tensors are zero-centred."""
+_CENTRED = (Offset(1.0),)
 _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
@@ -105,12 +106,37 @@ def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
         if isinstance(each, Rule):
             each = _renamed(each, prefix)
             if each.leaf.rpartition(".")[2] in _NORMS:
-                each = replace(each, transforms=(Offset(1.0),))
+                each = replace(each, transforms=_CENTRED)
         elif isinstance(each, Repeat):
             each = Repeat(each.tensor, _prefixed(each.original, prefix))
         found.append(each)
     found += [Ignore("mtp.*"), *([Ignore("model.visual.*")] if nested else [])]
     return (*found, *_delta_net_rules(f"{prefix}layers.{{layer}}.linear_attn."))
+
+
+def mtp_body(spec: ModelSpec) -> ModelSpec:
+    """See `registry.mtp_body`."""
+    full = next(layer for layer in spec.layers if layer.attention is not None)
+    return replace(spec, layers=(full,))
+
+
+def mtp_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
+    """See `registry.mtp_rules`."""
+    found: list[AnyRule] = [
+        Rule("fc", ("mtp.fc.weight",)),
+        Rule("embedding_norm", ("mtp.pre_fc_norm_embedding.weight",), transforms=_CENTRED),
+        Rule("hidden_norm", ("mtp.pre_fc_norm_hidden.weight",), transforms=_CENTRED),
+        Ignore("model.*"),
+        Ignore("lm_head.*"),
+    ]
+    for each in decoder_rules(mtp_body(spec)):
+        if isinstance(each, Rule) and each.leaf not in ("embedding", "lm_head"):
+            centred = each.leaf.rpartition(".")[2] in _NORMS
+            each = _renamed(each, "mtp.")
+            found.append(replace(each, transforms=_CENTRED) if centred else each)
+        elif isinstance(each, Ignore):
+            found.append(each)
+    return tuple(found)
 
 
 def _renamed(rule: Rule, prefix: str) -> Rule:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.dense_matmul.reference import sum_parts
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 
 
 def causal_conv(
@@ -33,9 +33,22 @@ def causal_conv(
     Returns:
       y [tokens, channels] in x's dtype, and state.
     """
-    kept = weight.shape[1] - 1
     x = sum_parts(projected[..., : weight.shape[0]], state.dtype)
-    rows, offsets = step.rows, step.offsets(state.shape[1])
+    y = _convolved(x, weight, state, layer, step)
+    return y, keep_inputs(x, state, layer, step.rows)
+
+
+def convolve(
+    projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep
+) -> Array:
+    """Returns y of `causal_conv`, which leaves the state as it is."""
+    x = sum_parts(projected[..., : weight.shape[0]], state.dtype)
+    return _convolved(x, weight, state, layer, step)
+
+
+def _convolved(x: Array, weight: Array, state: Array, layer: int, step: RecurrentStep) -> Array:
+    kept = weight.shape[1] - 1
+    offsets = step.offsets(state.shape[1])
     begins = (step.positions - offsets == 0)[:, None]
     wide = weight.astype(jnp.float32)
     total = x.astype(jnp.float32) * wide[:, kept]
@@ -47,6 +60,12 @@ def causal_conv(
         before = jnp.where(begins, jnp.zeros_like(before), before)
         found = jnp.where((offsets >= back)[:, None], inside, before)
         total += found.astype(jnp.float32) * wide[:, kept - back]
+    return jax.nn.silu(total).astype(x.dtype)
+
+
+def keep_inputs(x: Array, state: Array, layer: int, rows: Rows) -> Array:
+    """Returns the state of `causal_conv` behind rows with the inputs x [tokens, channels]."""
+    kept = state.shape[2]
     old = state[layer, rows.slots]
     old = jnp.where((rows.positions == 0)[:, None, None], jnp.zeros_like(old), old)
     # Entry i is the input at `length - kept + i` of the row.
@@ -55,5 +74,4 @@ def causal_conv(
     of_state = jnp.take_along_axis(old, jnp.clip(kept + at, 0, kept - 1)[:, :, None], axis=1)
     new = jnp.where((at >= 0)[:, :, None], of_row, of_state)
     slots = jnp.where(rows.length > 0, rows.slots, state.shape[1])  # rows of padding write nothing
-    state = state.at[layer, slots].set(new, mode="drop")
-    return jax.nn.silu(total).astype(x.dtype), state
+    return state.at[layer, slots].set(new, mode="drop")

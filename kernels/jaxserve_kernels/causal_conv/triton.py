@@ -3,13 +3,15 @@ independent but for what they read of the tokens before them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import triton
 import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -123,41 +125,71 @@ def causal_conv(
     target: Target,
 ) -> tuple[Array, Array]:  # fmt: skip
     """See `reference.causal_conv`; tokens of padding get any result."""
+    rows = step.rows
+    if rows.blocked is not None:
+        place = jax.new_ref(state)
+        out = _outputs(projected, weight, place, layer, step, target=target)
+        _kept(projected, place, layer, rows, target=target)
+        return out, jax.freeze(place)
+    tokens, channels, place = projected.shape[1], weight.shape[0], jax.new_ref(state)
+    out = triton_call(
+        projected, weight, rows.length, rows.slots, rows.positions, place, layer,
+        kernel=_decode,
+        name="causal_conv",
+        out_type=jax.ShapeDtypeStruct((tokens, channels), state.dtype),
+        grid=(tokens, triton.cdiv(channels, _CHANNELS)),
+        **_sizes(projected, state, target),
+    )  # fmt: skip
+    return out, jax.freeze(place)
+
+
+def convolve(
+    projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep, *,
+    target: Target,
+) -> Array:  # fmt: skip
+    """See `reference.convolve`; tokens of padding get any result."""
+    return _outputs(projected, weight, state, layer, step, target=target)
+
+
+def keep_inputs(x: Array, state: Array, layer: int, rows: Rows, *, target: Target) -> Array:
+    """See `reference.keep_inputs`."""
+    place = jax.new_ref(state)
+    _kept(x[None], place, layer, rows, target=target)
+    return jax.freeze(place)
+
+
+def _sizes(projected: Array, state: Array | jax.Ref, target: Target) -> dict[str, Any]:
+    """What all kernels are told."""
     parts, tokens, columns = projected.shape
-    channels, width = weight.shape
-    place, rows = jax.new_ref(state), step.rows
-    sizes = {
+    return {
         "slots": state.shape[1], "stride": tokens * columns, "columns": columns, "parts": parts,
-        "channels": channels, "KEPT": width - 1, "CHANNELS": _CHANNELS, "num_warps": 4,
+        "channels": state.shape[3], "KEPT": state.shape[2], "CHANNELS": _CHANNELS, "num_warps": 4,
         "target": target,
     }  # fmt: skip
-    across, out_type = triton.cdiv(channels, _CHANNELS), (tokens, channels)
-    if rows.blocked is None:
-        out = triton_call(
-            projected, weight, rows.length, rows.slots, rows.positions, place, layer,
-            kernel=_decode,
-            name="causal_conv",
-            out_type=jax.ShapeDtypeStruct(out_type, state.dtype),
-            grid=(tokens, across),
-            **sizes,
-        )  # fmt: skip
-        return out, jax.freeze(place)
-    offsets = step.offsets(state.shape[1])
-    out = triton_call(
-        projected, weight, step.slots, step.positions, offsets, place, layer,
+
+
+def _outputs(
+    projected: Array, weight: Array, state: Array | jax.Ref, layer: int, step: RecurrentStep, *,
+    target: Target,
+) -> Array:  # fmt: skip
+    tokens, channels = projected.shape[1], weight.shape[0]
+    return triton_call(
+        projected, weight, step.slots, step.positions, step.offsets(state.shape[1]), state, layer,
         kernel=_convolve,
         name="causal_conv",
-        out_type=jax.ShapeDtypeStruct(out_type, state.dtype),
-        grid=(triton.cdiv(tokens, _TOKENS), across),
+        out_type=jax.ShapeDtypeStruct((tokens, channels), state.dtype),
+        grid=(triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _CHANNELS)),
         tokens=tokens, TOKENS=_TOKENS,
-        **sizes,
+        **_sizes(projected, state, target),
     )  # fmt: skip
+
+
+def _kept(projected: Array, state: jax.Ref, layer: int, rows: Rows, *, target: Target) -> None:
     triton_call(
-        projected, *rows[:4], place, layer,
+        projected, *rows[:4], state, layer,
         kernel=_keep,
         name="causal_conv_state",
         out_type=(),
-        grid=(rows.first.shape[0], across),
-        **sizes,
+        grid=(rows.first.shape[0], triton.cdiv(state.shape[3], _CHANNELS)),
+        **_sizes(projected, state, target),
     )  # fmt: skip
-    return out, jax.freeze(place)

@@ -68,8 +68,9 @@ def _heuristic(
     many = tokens > limits.many_tokens
     config = Config(depth=64 if many or depth % 128 else 128)
     steps, rest = divmod(depth, config.depth)
-    one = not gated and out < config.rows  # of which some rows are read twice: a router
-    if rest or (out % config.rows and not one):
+    # Of a router some rows are read twice.
+    router = not gated and (out < config.rows or (out < _ROUTER and out % _NARROW.rows))
+    if rest or (out % config.rows and not router):
         return Refusal(f"not whole tiles of {config.rows} x {config.depth}")
     tiles = -(-out // config.rows)
     choices = [splits for splits in range(1, limits.most_splits + 1) if steps % splits == 0]
@@ -80,6 +81,8 @@ def _heuristic(
     return replace(config, splits=splits, num_stages=stages)
 
 
+_ROUTER = 1024
+"""Rows of a weight below which a tile that is not whole costs little."""
 _NARROW = Config(rows=16, num_warps=2)
 _MOST_NARROW_SPLITS = 8
 """Of the inputs of a weight of few rows. A rule, not measured."""

@@ -56,14 +56,14 @@ def _linear(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     steps: tl.constexpr = k // DEPTH // SPLITS
     w_row = row
-    if n < ROWS:
+    if n % ROWS:
         w_row = tl.minimum(row, n - 1)
     acc = _accumulate(
         x_ptr, w_ptr, w_row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES
     )
     token = tl.arange(0, TOKENS)[None, :]
     mask = token < tokens
-    if n < ROWS:
+    if n % ROWS:
         mask = mask & (row < n)[:, None]
     tl.store(out_ptr + (split * tokens + token) * n + row[:, None], acc, mask=mask)
 

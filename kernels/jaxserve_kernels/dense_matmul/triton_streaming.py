@@ -102,7 +102,7 @@ def _linear(
     split = gl.program_id(1)
     first = gl.program_id(0) * ROWS
     row = first + gl.arange(0, ROWS, gl.SliceLayout(1, copy))
-    if n < ROWS:
+    if n % ROWS:
         row = gl.minimum(row, n - 1)
     steps: gl.constexpr = k // DEPTH // SPLITS
     acc = _accumulate(
@@ -113,7 +113,7 @@ def _linear(
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
     out_row = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout)), 1)
     mask = token < tokens
-    if n < ROWS:
+    if n % ROWS:
         mask = mask & (out_row < n)
     gl.store(out_ptr + (split * tokens + token) * n + out_row, acc, mask=mask)
 

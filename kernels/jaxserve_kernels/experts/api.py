@@ -9,13 +9,11 @@ from jax import Array
 from jaxserve_kernels.experts import reference
 from jaxserve_kernels.experts.config import (
     Config,
-    HopperLaunch,
     choose,
     describe,
-    hopper_launch,
     hopper_refuses,
 )
-from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Lists, Routing
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.op import (
     NO_KERNELS,
     NOT_HOPPER,
@@ -30,8 +28,8 @@ from jaxserve_kernels.target import Target
 
 def route(
     logits: Array, routing: Routing, bias: Array | None = None, *, target: Target
-) -> tuple[Array, Array, Lists | None]:
-    """See `reference.route`; and lists for `experts`, where the kernel that routes makes them."""
+) -> tuple[Array, Array]:
+    """See `reference.route`."""
     return _ROUTE(logits, bias, routing=routing, target=target)
 
 
@@ -42,19 +40,18 @@ def experts(
     w: ExpertWeights,
     *,
     activation: ExpertActivation = "silu",
-    lists: Lists | None = None,
     target: Target,
 ) -> Array:
     """See `reference.experts`: partial sums [parts, tokens, embed], as of `matmul.linear`.
 
-    Of few tokens each choice of a token's is a part, in float32.
+    Each choice of a token's may be a part: of few tokens in float32, of many rounded.
     """
-    return _EXPERTS(x, ids, weights, w, lists, activation=activation, target=target)
+    return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
 
 
 def _kernel_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array, Lists | None]:
+) -> tuple[Array, Array]:
     from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
 
     return triton_route.route(logits, routing, bias, target=target)
@@ -62,8 +59,8 @@ def _kernel_routes(
 
 def _definition_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array, None]:
-    return *reference.route(logits, routing, bias), None
+) -> tuple[Array, Array]:
+    return reference.route(logits, routing, bias)
 
 
 def _configure(
@@ -80,41 +77,38 @@ def _kernels(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
-    lists: Lists | None,
     *,
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
 
-    return triton.experts(x, ids, weights, w, activation, config, lists, target=target)
+    return triton.experts(x, ids, weights, w, activation, config, target=target)
 
 
 def _configure_hopper(
     x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
-) -> HopperLaunch | Refusal:
+) -> Refusal | None:
     if not target.uses_triton():
         return NO_KERNELS
     if not target.runs_hopper_kernels():
         return NOT_HOPPER
-    refused = hopper_refuses(x, ids, w, target=target)
-    return hopper_launch(w, x.shape[0], target=target) if refused is None else refused
+    return hopper_refuses(x, ids, w, target=target)
 
 
 def _hopper(
-    launch: HopperLaunch,
+    _: None,
     x: Array,
     ids: Array,
     weights: Array,
     w: ExpertWeights,
-    lists: Lists | None,
     *,
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
 
-    return hopper.experts(x, ids, weights, w, activation, launch, target=target)
+    return hopper.experts(x, ids, weights, w, activation, target=target)
 
 
 def _definition(
@@ -123,7 +117,6 @@ def _definition(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
-    lists: Lists | None,
     *,
     activation: ExpertActivation,
     target: Target,

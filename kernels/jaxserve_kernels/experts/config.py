@@ -19,7 +19,6 @@ class Limits(NamedTuple):
     """See `tables/experts/`."""
 
     most_parts_tokens: int
-    most_listed_tokens: int
     hopper_tokens: int
 
 
@@ -38,8 +37,6 @@ class Launch:
     depth: int = 128
     num_warps: int = 4
     num_stages: int = 4
-    unroll: int = 1
-    """Tiles of a quantised weight in one step of the loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,44 +48,6 @@ class Config:
     parts: bool
     """A token's experts are added by the reader, in float32; else they are rounded and added in a
     pass of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HopperLaunch:
-    """Of both products by `hopper`. What differs from the defaults was never on a card: it is there
-    for `scripts/bench_experts.py --sweep` to time. What loses goes."""
-
-    skip: bool = False
-    """A warpgroup without tokens multiplies nothing, nor are tokens copied for it."""
-    gather: bool = False
-    """The producer gathers the tokens; else a pass before does."""
-    ahead: bool = False
-    """What a tile's lists say is read while the tile before is multiplied."""
-    parts: bool = False
-    """A token's experts, rounded, are added by the reader; else in a pass of their own."""
-    ordered_at_once: int = 1024
-    """Pairs that a program of `triton_route.order` looks at in one step."""
-
-    @property
-    def boxes(self) -> int:
-        """In which the tokens of a tile are copied."""
-        return 2 if self.skip or self.gather else 1
-
-
-def hopper_launch(w: ExpertWeights, tokens: int, *, target: Target) -> HopperLaunch:
-    """Of these weights, for so many tokens."""
-    tuned = tables.launch("experts", ("hopper", *w.gate_up.shape), tokens, target=target)
-    settings: dict[str, Any] = dict(tuned or {})
-    return HopperLaunch(**settings)
-
-
-def lists_pairs(tokens: int, *, target: Target) -> bool:
-    """Whether the kernel that routes so many tokens lists their pairs, too."""
-    return 1 < tokens <= min(limits_of(target).most_listed_tokens, MOST_LISTED)
-
-
-MOST_LISTED = 16
-"""Tokens: all of an expert's fit a tile."""
 
 
 def most_blocks(ids: Array, experts: int, tokens: int) -> int:

@@ -1,15 +1,14 @@
 """Products of many tokens with their experts on Hopper, as `dense_matmul/hopper.py` has them.
 
 A program walks over tiles of up to 128 tokens of one expert and 256 rows of its weight: gate beside
-up, or 256 of down. A producer warp copies both into a ring in shared memory (TMA), also while the
-tile before is being stored; two warpgroups of 64 tokens each multiply. Tokens lie in their experts'
-order, so that a tile is a block of rows; those past an expert's end are the next one's, and are
-multiplied for nothing.
+up, or 256 of down. A producer copies both into a ring in shared memory, also while the tile before
+is being stored; two warpgroups of 64 tokens each multiply. Gate and up gather their tokens, and a
+warpgroup that has none passes by. Hidden tokens lie in their experts' order, so that a tile of down
+is a block of rows; those past an expert's end are the next one's, and are multiplied for nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
-from jaxserve_kernels.experts.config import HopperLaunch, most_blocks
+from jaxserve_kernels.experts.config import most_blocks
 from jaxserve_kernels.experts.hopper_copy import COLUMNS, DEPTH, ROWS, STAGES, block_at, copy
 from jaxserve_kernels.experts.triton import block_of
 from jaxserve_kernels.experts.types import (
@@ -112,22 +111,22 @@ def _multiply_tile(
     x_ring, w_ring, ready, free, bias_ptr, order_ptr, weights_ptr, out_ptr, at,
     begin, end, column, tokens, second: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr, BOXES: gl.constexpr, AHEAD: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 tokens of a tile, from step `at` of the ring on; the step after it.
     The tile's other columns are `second` behind the first."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS, 16])
     acc = gl.zeros([_ROWS, 2 * _COLUMNS], gl.float32, layout)
     first = begin + part * _ROWS
-    if AHEAD and GATED == _PLAIN:
+    if GATED == _PLAIN:
         factor = _factors(order_ptr, weights_ptr, first, end, gl.SliceLayout(1, layout))
     for step in range(k // _DEPTH):
         stage = at % _STAGES
         mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
-        if BOXES == 1:
+        if GATED == _PLAIN:
             x = x_ring.index(stage).slice(part * _ROWS, _ROWS, dim=0)
         else:
-            x = x_ring.index(stage * BOXES + part)
+            x = x_ring.index(stage * 2 + part)
         acc = warpgroup_mma(x, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         # The product before this one is done, and its place free.
@@ -142,8 +141,6 @@ def _multiply_tile(
         there = columns + (lane // _COLUMNS) * (second % n) < n
         acc += gl.expand_dims(gl.load(place, mask=there, other=0.0).to(gl.float32), 0)
     if GATED == _PLAIN:
-        if not AHEAD:
-            factor = _factors(order_ptr, weights_ptr, first, end, gl.SliceLayout(1, layout))
         acc *= gl.expand_dims(factor, 1)
     left, right = gl.split(acc.reshape([_ROWS, 2, _COLUMNS]).permute((0, 2, 1)))
     if GATED == _PLAIN:
@@ -173,30 +170,23 @@ def _multiply(
     experts: gl.constexpr, count: gl.constexpr, columns: gl.constexpr,
     step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr, BOXES: gl.constexpr, AHEAD: gl.constexpr,
+    BIAS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     at = 0
-    if AHEAD:
-        expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
+    expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
     for tile in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        if AHEAD:
-            later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
-        else:
-            expert = gl.load(block_ptr + tile // columns)
+        # Read while this tile is multiplied.
+        later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
         if expert < experts:
-            if not AHEAD:
-                begin = gl.load(block_ptr + count + tile // columns)
-                end = gl.load(block_ptr + 2 * count + tile // columns)
-            if BOXES > 1 and begin + part * _ROWS >= end:
+            if GATED != _PLAIN and begin + part * _ROWS >= end:
                 at = _pass_by(ready, free, at, k)
             else:
                 at = _multiply_tile(
                     part, x_ring, w_ring, ready, free, bias_ptr + expert * rows, order_ptr,
                     weights_ptr, out_ptr, at, begin, end, tile % columns * step, tokens, second,
-                    n, k, choices, BIAS, GATED, BOXES, AHEAD,
+                    n, k, choices, BIAS, GATED,
                 )  # fmt: skip
-        if AHEAD:
-            expert, begin, end = later
+        expert, begin, end = later
 
 
 @gluon.jit
@@ -206,15 +196,16 @@ def _program(
     step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     BIAS: gl.constexpr, GATED: gl.constexpr,
-    BOXES: gl.constexpr, GATHER: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    box: gl.constexpr = 2 * _ROWS // BOXES
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * BOXES, box, _DEPTH], w.layout)
+    gather: gl.constexpr = GATED != _PLAIN
+    boxes: gl.constexpr = 2 if gather else 1
+    box: gl.constexpr = 2 * _ROWS // boxes
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * boxes, box, _DEPTH], w.layout)
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 2 * _COLUMNS, _DEPTH], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
-        mbarrier.init(ready.index(stage), count=2 if GATHER else 1)
+        mbarrier.init(ready.index(stage), count=2 if gather else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
@@ -222,20 +213,20 @@ def _program(
             (_multiply, (
                 0, x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr,
                 out_ptr, tokens, experts, count, columns, step, second, rows, n, k, choices,
-                BIAS, GATED, BOXES, AHEAD,
+                BIAS, GATED,
             )),
             (_multiply, (
                 1, x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr,
                 out_ptr, tokens, experts, count, columns, step, second, rows, n, k, choices,
-                BIAS, GATED, BOXES, AHEAD,
+                BIAS, GATED,
             )),
             (copy, (
                 x, w, x_ring, w_ring, ready, free, block_ptr, order_ptr,
-                experts, count, columns, step, second, rows, k, choices, BOXES, GATHER, AHEAD,
+                experts, count, columns, step, second, rows, k, choices, gather,
             )),
         ],
-        [4, 4 if GATHER else 1],
-        [232, 40 if GATHER else 24],
+        [4, 4 if gather else 1],
+        [232, 40 if gather else 24],
     )  # fmt: skip
 
 
@@ -245,14 +236,14 @@ def experts(
     weights: Array,
     w: ExpertWeights,
     activation: ExpertActivation,
-    launch: HopperLaunch,
     *,
     target: Target,
 ) -> Array:
-    """See `reference.experts`: one part. Inputs of both weights are multiples of DEPTH."""
+    """See `reference.experts`: a part for each choice of a token's, rounded. Inputs of both
+    weights are multiples of DEPTH."""
     tokens, embed = x.shape
     count = w.gate_up.shape[0]
-    order, ends = triton_route.order(ids, count, at_once=launch.ordered_at_once, target=target)
+    order, ends = triton_route.order(ids, count, target=target)
     most = most_blocks(ids, count, TOKENS)
     blocks = triton_call(
         ends,
@@ -266,13 +257,9 @@ def experts(
     )  # fmt: skip
     gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, order, weights, tokens
-    if not launch.gather:
-        x = x[order // ids.shape[1]]
-    hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, launch, target)
-    own = replace(launch, gather=False)
-    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, 0, own, target)
-    parts = parts.reshape(ids.shape[1], tokens, embed)
-    return parts if launch.parts else parts.astype(jnp.float32).sum(0).astype(x.dtype)[None]
+    hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
+    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _PLAIN.value, target)
+    return parts.reshape(ids.shape[1], tokens, embed)
 
 
 def _product(
@@ -283,18 +270,17 @@ def _product(
     lists: tuple[Any, ...],
     n: int,
     gated: int,
-    launch: HopperLaunch,
     target: Target,
 ) -> Array:
-    """[pairs, n]: gated in the experts' order, else by choice and token."""
+    """[pairs, n]: gated, of tokens x, in the experts' order; else of hidden ones in that order, by
+    choice and token."""
     count, rows, k = weight.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     step = COLUMNS if gated else 2 * COLUMNS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
-    box = TOKENS // launch.boxes
     return triton_call(
-        x if launch.gather else tensor_descriptor(x, (box, DEPTH), layout),
+        x if gated else tensor_descriptor(x, (TOKENS, DEPTH), layout),
         tensor_descriptor(weight.reshape(count * rows, k), (COLUMNS, DEPTH), layout),
         weights if bias is None else bias, blocks, order, weights, tokens,
         kernel=_program,
@@ -306,5 +292,4 @@ def _product(
         experts=count, count=blocks.shape[1], columns=columns, step=step,
         second=n if gated else COLUMNS, rows=rows, n=n, k=k, choices=ids.shape[1],
         BIAS=bias is not None, GATED=gated,
-        BOXES=launch.boxes, GATHER=launch.gather, AHEAD=launch.ahead,
     )  # fmt: skip

@@ -21,7 +21,7 @@ _DEPTH = gl.constexpr(DEPTH)
 _STAGES = gl.constexpr(STAGES)
 _BEHIND = gl.constexpr(STAGES - 2)
 """Steps that gathered tokens may be under way: a place is freed when the next is multiplied."""
-_BOX = gl.constexpr(ROWS * DEPTH * 2)
+_TOKENS = gl.constexpr(2 * ROWS * DEPTH * 2)
 _WEIGHT = gl.constexpr(2 * COLUMNS * DEPTH * 2)
 """Bytes."""
 
@@ -45,24 +45,14 @@ def _copy_weight(w, w_ring, bar, stage, row, depth, second: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(
-    x, w, x_ring, w_ring, ready, free, at, begin, end, row,
-    second: gl.constexpr, k: gl.constexpr, BOXES: gl.constexpr,
+    x, w, x_ring, w_ring, ready, free, at, begin, row, second: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """One box for all tokens of a tile, or one for each warpgroup that has any."""
-    boxes = gl.minimum((end - begin + _ROWS - 1) // _ROWS, BOXES)
     for depth in range(0, k, _DEPTH):
         stage = at % _STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
-        if BOXES == 1:
-            mbarrier.expect(bar, 2 * _BOX + _WEIGHT)
-            tma.async_load(x, [begin, depth], bar, x_ring.index(stage))
-        else:
-            for each in gl.static_range(BOXES):
-                mbarrier.expect(bar, (each + 1) * _BOX + _WEIGHT, pred=boxes == each + 1)
-            for each in gl.static_range(BOXES):
-                place = x_ring.index(stage * BOXES + each)
-                tma.async_load(x, [begin + each * _ROWS, depth], bar, place, pred=each < boxes)
+        mbarrier.expect(bar, _TOKENS + _WEIGHT)
+        tma.async_load(x, [begin, depth], bar, x_ring.index(stage))
         _copy_weight(w, w_ring, bar, stage, row, depth, second)
         at += 1
     return at
@@ -72,13 +62,13 @@ def _copy_tile(
 def _gather_tile(
     x_ptr, w, x_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
     second: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BOXES: gl.constexpr,
 ):  # fmt: skip
+    """A box of tokens for each warpgroup that has any."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, _ROWS, gl.SliceLayout(1, flat))
     depths = gl.expand_dims(gl.arange(0, _DEPTH, gl.SliceLayout(0, flat)), 0)
     places = ()
-    for each in gl.static_range(BOXES):
+    for each in gl.static_range(2):
         place = begin + each * _ROWS + lane
         pair = gl.load(order_ptr + place, mask=place < end, other=0)
         places = places + (gl.expand_dims(pair // choices * k, 1) + depths,)  # noqa: RUF005
@@ -88,9 +78,9 @@ def _gather_tile(
         mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
         mbarrier.expect(bar, _WEIGHT)
         _copy_weight(w, w_ring, bar, stage, row, depth, second)
-        for each in gl.static_range(BOXES):
+        for each in gl.static_range(2):
             if begin + each * _ROWS < end:
-                box = x_ring.index(stage * BOXES + each)
+                box = x_ring.index(stage * 2 + each)
                 async_copy.async_load(box, x_ptr + depth + places[each])
         async_copy.commit_group()
         async_copy.wait_group(_BEHIND)
@@ -112,7 +102,7 @@ def copy(
     x, w, x_ring, w_ring, ready, free, block_ptr, order_ptr,
     experts: gl.constexpr, count: gl.constexpr, columns: gl.constexpr,
     step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr, k: gl.constexpr,
-    choices: gl.constexpr, BOXES: gl.constexpr, GATHER: gl.constexpr, AHEAD: gl.constexpr,
+    choices: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """What is multiplied in each step of each of the program's tiles. Programs that run together
     share the tokens of a block.
@@ -121,29 +111,19 @@ def copy(
     own order, which TMA cannot gather: four warps copy them by `cp.async`.
     """
     at = 0
-    if AHEAD:
-        expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
+    expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
     for tile in range(gl.program_id(0), count * columns, gl.num_programs(0)):
-        if AHEAD:
-            later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
-        else:
-            expert = gl.load(block_ptr + tile // columns)
+        later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
         if expert < experts:
-            if not AHEAD:
-                begin = gl.load(block_ptr + count + tile // columns)
-                end = gl.load(block_ptr + 2 * count + tile // columns)
             row = expert * rows + tile % columns * step
             if GATHER:
                 at = _gather_tile(
                     x, w, x_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
-                    second, k, choices, BOXES,
+                    second, k, choices,
                 )  # fmt: skip
             else:
-                at = _copy_tile(
-                    x, w, x_ring, w_ring, ready, free, at, begin, end, row, second, k, BOXES
-                )
-        if AHEAD:
-            expert, begin, end = later
+                at = _copy_tile(x, w, x_ring, w_ring, ready, free, at, begin, row, second, k)
+        expert, begin, end = later
     if GATHER:
         async_copy.wait_group(0)
         for left in gl.static_range(_BEHIND):

@@ -17,7 +17,6 @@ from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
-    Lists,
     Routing,
 )
 from jaxserve_kernels.weights import is_quantized
@@ -51,20 +50,6 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     if routing.normalize:
         weights = weights / weights.sum(-1, keepdims=True)
     return ids.astype(jnp.int32), weights
-
-
-def lists(ids: Array, experts: int) -> Lists:
-    """Pairs of ids [tokens, k] by expert, and of each touched expert, by number, where its first
-    pair lies and where they end; `experts` itself, 0 and 0 behind the last."""
-    pairs = ids.ravel()
-    counts = jnp.bincount(pairs, length=experts)
-    ends = jnp.cumsum(counts)
-    places = min(experts, pairs.size)
-    touched = jnp.flatnonzero(counts, size=places, fill_value=experts)
-    of_each = jnp.stack([ends - counts, ends]).astype(jnp.int32)
-    bounds = jnp.pad(of_each, ((0, 0), (0, 1)))[:, touched]
-    blocks = jnp.concatenate([touched[None].astype(jnp.int32), bounds])
-    return Lists(jnp.argsort(pairs, stable=True).astype(jnp.int32), blocks)
 
 
 def experts(

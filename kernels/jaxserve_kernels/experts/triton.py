@@ -26,7 +26,6 @@ from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
-    Lists,
     stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton import accumulate
@@ -45,20 +44,15 @@ _LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
 @triton.jit
 def block_of(
     ids_ptr, ends_ptr, experts: tl.constexpr, ONE: tl.constexpr,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, LISTED: tl.constexpr = False,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The program's expert, and from where to where its tokens lie, at most TOKENS of which are the
-    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone.
-    LISTED: `ends_ptr` points to the blocks of `reference.lists`."""
+    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone."""
     block = tl.program_id(1)
     if ONE:
         expert = tl.load(ids_ptr + block)
         begin = block
         end = block + 1
-    elif LISTED:
-        expert = tl.load(ends_ptr + block)
-        begin = tl.load(ends_ptr + tl.num_programs(1) + block)
-        end = tl.load(ends_ptr + 2 * tl.num_programs(1) + block)
     else:
         lane = tl.arange(0, EXPERTS)
         there = lane < experts
@@ -107,7 +101,7 @@ def _sums(
     k: tl.constexpr, columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, UNPACK: tl.constexpr,
-    DEPTH: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """An expert's rows `row` times the tokens in the rows `source` of x, of which there are
     `sources`; beyond that tokens are 0."""
@@ -119,7 +113,7 @@ def _sums(
         acc = accumulate(
             x_ptr, packed, scale_ptr + expert * scale_size, second_ptr + expert * second_size,
             row, source, 0, sources, k // DEPTH, k, columns,
-            KIND, GROUP, ZERO, UNROLL, STAGES, UNPACK,
+            KIND, GROUP, ZERO, 1, STAGES, UNPACK,
         )  # fmt: skip
     return acc
 
@@ -144,9 +138,9 @@ def _gate_up(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, GATED: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, LISTED: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Pair after pair as they lie together: activation(gate) * up, [pairs, n].
@@ -160,7 +154,7 @@ def _gate_up(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS, LISTED)
+    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         there = place < end
@@ -171,7 +165,7 @@ def _gate_up(
             source = tl.where(there, pair // choices, tokens)
         acc = _sums(
             x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, source, tokens, k, columns,
-            packed_size, scale_size, second_size, KIND, GROUP, ZERO, UNPACK, DEPTH, UNROLL, STAGES,
+            packed_size, scale_size, second_size, KIND, GROUP, ZERO, UNPACK, DEPTH, STAGES,
         )  # fmt: skip
         if BIAS:
             acc += tl.load(bias_ptr + expert * (2 * n) + row).to(tl.float32)[:, None]
@@ -189,9 +183,9 @@ def _down(
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE: tl.constexpr, LISTED: tl.constexpr, EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Of hidden tokens pair after pair as they lie together: results times the pairs' weights,
@@ -201,7 +195,7 @@ def _down(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS, LISTED)
+    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         there = place < end
@@ -209,7 +203,7 @@ def _down(
         source = tl.where(there, place, pairs)
         acc = _sums(
             x_ptr, packed_ptr, scale_ptr, second_ptr, expert, row, source, pairs, k, columns,
-            packed_size, scale_size, second_size, KIND, GROUP, ZERO, UNPACK, DEPTH, UNROLL, STAGES,
+            packed_size, scale_size, second_size, KIND, GROUP, ZERO, UNPACK, DEPTH, STAGES,
         )  # fmt: skip
         if BIAS:
             acc += tl.load(bias_ptr + expert * n + row).to(tl.float32)[:, None]
@@ -230,7 +224,6 @@ def experts(
     w: ExpertWeights,
     activation: ExpertActivation,
     config: Config,
-    lists: Lists | None = None,
     *,
     target: Target,
 ) -> Array:
@@ -238,9 +231,7 @@ def experts(
     tokens, embed = x.shape
     pairs = ids.size
     order, ends = ids, ids
-    if lists is not None:
-        order, ends = lists
-    elif tokens > 1:
+    if tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
@@ -249,7 +240,7 @@ def experts(
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, lists, x, w.width),
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width),
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
@@ -258,7 +249,7 @@ def experts(
         name=f"experts_down{_suffix(w.down)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.shape[1], tokens, embed), dtype),
-        **_launch(config.down, w.down, w.down_bias, ids, lists, hidden, embed),
+        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed),
     )  # fmt: skip
     return parts if config.parts else parts.astype(jnp.float32).sum(0).astype(dtype)[None]
 
@@ -278,7 +269,6 @@ def _launch(
     weight: Any,
     bias: Array | None,
     ids: Array,
-    lists: Lists | None,
     x: Array,
     n: int,
 ) -> dict[str, Any]:
@@ -287,9 +277,6 @@ def _launch(
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
     blocks = most_blocks(ids, experts, launch.tokens)
-    if lists is not None:
-        assert ids.shape[0] <= launch.tokens, "an expert's tokens fit no tile"
-        blocks = lists.blocks.shape[1]
     sizes = [each.size // experts for each in found.arrays]
     constants = {"KIND": _PLAIN.value, "GROUP": 0, "ZERO": 0}
     return {
@@ -299,8 +286,7 @@ def _launch(
         "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2],
         **(constants if found.operand is None else found.operand.constants),
         "BIAS": bias is not None, "ONE": ids.shape[0] == 1,
-        "LISTED": lists is not None,
         "EXPERTS": triton.next_power_of_2(experts),
         "TOKENS": launch.tokens, "ROWS": launch.rows, "DEPTH": launch.depth,
-        "UNROLL": launch.unroll, "STAGES": launch.num_stages,
+        "STAGES": launch.num_stages,
     }  # fmt: skip

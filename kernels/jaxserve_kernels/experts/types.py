@@ -50,13 +50,6 @@ class ExpertWeights(NamedTuple):
         return self.gate_up.shape[-2] // 2
 
 
-class Lists(NamedTuple):
-    """Of few tokens: which pairs of a token and an expert lie together. See `reference.lists`."""
-
-    order: Array  # int32 [pairs]: token * k + choice, by expert
-    blocks: Array  # int32 [3, blocks]: of each touched expert itself, and where its pairs lie
-
-
 class Stacked(NamedTuple):
     """A stacked weight as kernels take it."""
 

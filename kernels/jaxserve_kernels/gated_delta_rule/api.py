@@ -24,7 +24,36 @@ def gated_delta_rule(
     target: Target,
 ) -> tuple[Array, Array]:
     """See `reference.rule_and_norm`."""
-    return _OP(tokens, weights, state, step, layer=layer, config=config, target=target)
+    return _BOTH(tokens, weights, state, step, layer=layer, config=config, target=target)
+
+
+def rule_outputs(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+    target: Target,
+) -> Array:
+    """See `reference.rule_outputs`; no row is computed in blocks."""
+    return _OUTPUTS(tokens, weights, state, step, layer=layer, config=config, target=target)
+
+
+def advance_state(
+    qkv: Array,
+    gates: Array,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+    target: Target,
+) -> Array:
+    """See `reference.advance_state`; no row is computed in blocks."""
+    return _STATE(qkv, gates, weights, state, step, layer=layer, config=config, target=target)
 
 
 def _configure(*_: Any, config: RuleConfig, target: Target, **__: Any) -> Any:
@@ -35,27 +64,32 @@ def _configure(*_: Any, config: RuleConfig, target: Target, **__: Any) -> Any:
     return None if triton.fits(config) else Refusal("heads are not powers of 2 from 16 on")
 
 
-def _kernel(_: None, *args: Any, layer: int, **options: Any) -> Any:
-    from jaxserve_kernels.gated_delta_rule import triton
+def _op(name: str, function: str) -> Op:
+    """Of a function of `reference` that `triton` has, too, whose `layer` is the last argument but
+    one."""
 
-    tokens, weights, state, step = args
-    return triton.rule_and_norm(tokens, weights, state, layer, step, **options)
+    def kernel(_: None, *args: Any, layer: int, **options: Any) -> Any:
+        from jaxserve_kernels.gated_delta_rule import triton
+
+        return getattr(triton, function)(*args[:-1], layer, args[-1], **options)
+
+    def definition(_: None, *args: Any, layer: int, config: RuleConfig, target: Target) -> Any:
+        return getattr(reference, function)(*args[:-1], layer, args[-1], config=config)
+
+    return Op(
+        name=name,
+        implementations=(
+            Implementation(name="triton", configure=_configure, run=kernel),
+            Implementation(name="reference", configure=anything, run=definition, kernels=False),
+        ),
+        describe=lambda *_, config, **__: (
+            f"tokens of {config.heads.value_heads} heads of {config.heads.key_dim} by "
+            f"{config.heads.value_dim}"
+        ),
+        per_layer=True,
+    )
 
 
-def _definition(_: None, *args: Any, layer: int, config: RuleConfig, target: Target) -> Any:
-    tokens, weights, state, step = args
-    return reference.rule_and_norm(tokens, weights, state, layer, step, config=config)
-
-
-_OP = Op(
-    name="gated_delta_rule",
-    implementations=(
-        Implementation(name="triton", configure=_configure, run=_kernel),
-        Implementation(name="reference", configure=anything, run=_definition, kernels=False),
-    ),
-    describe=lambda *_, config, **__: (
-        f"tokens of {config.heads.value_heads} heads of {config.heads.key_dim} by "
-        f"{config.heads.value_dim}"
-    ),
-    per_layer=True,
-)
+_BOTH = _op("gated_delta_rule", "rule_and_norm")
+_OUTPUTS = _op("gated_delta_rule_outputs", "rule_outputs")
+_STATE = _op("gated_delta_rule_state", "advance_state")

@@ -294,7 +294,9 @@ def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
     counts = rows.blocked // block
     ends = jnp.cumsum(counts)
     number = jnp.arange(tokens // block, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, number, side="right"), counts.shape[0] - 1)
+    # Not by bisection, a loop that a GPU's graph of kernels would stop for.
+    row = jnp.searchsorted(ends, number, side="right", method="compare_all")
+    row = jnp.minimum(row, counts.shape[0] - 1)
     offset = (number - (ends - counts)[row]) * block
     at = (rows.first[row] + offset, rows.slots[row], rows.positions[row] + offset)
     return Blocks(*(each.astype(jnp.int32) for each in at)), ends[-1]
@@ -331,6 +333,34 @@ def rule_and_norm(
         block=config.block,
     )
     return norm_of(out, tokens, weights, config), state
+
+
+def rule_outputs(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+) -> Array:
+    """Returns the output of `rule_and_norm`, which leaves the state as it is."""
+    return rule_and_norm(tokens, weights, state, layer, step, config=config)[0]
+
+
+def advance_state(
+    qkv: Array,
+    gates: Array,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+) -> Array:
+    """Returns the state of `gated_delta_rule`; gates are in qkv's dtype."""
+    own = (qkv, gates, weights.a_log, weights.dt_bias, state, layer, step)
+    return gated_delta_rule(*own, heads=config.heads, block=config.block)[1]
 
 
 def norm_of(out: Array, tokens: RuleTokens, weights: RuleWeights, config: RuleConfig) -> Array:

@@ -35,8 +35,10 @@ def _kernel(
     first_ptr, length_ptr, slot_ptr, position_ptr, blocked_ptr, state_ptr, layer, out_ptr,
     slots, stride, parts: tl.constexpr,
     key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr = False,
+    KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, WRITES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    """Without `out_ptr` the state only, without WRITES the output only."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     key = tl.arange(0, KEY)
@@ -58,7 +60,7 @@ def _kernel(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
     of_key = (head // (value_heads // key_heads)) * KEY + key
     of_value = 2 * key_heads * KEY + head * VALUE + column
@@ -83,10 +85,12 @@ def _kernel(
         found = tl.sum(state * k[:, None], axis=0)
         write = (v - found) / (1.0 + tl.exp(-b))
         state += k[:, None] * write[None, :]
-        out = tl.sum(state * q[:, None], axis=0)
-        target = out_ptr + (token * value_heads + head) * VALUE + column
-        tl.store(target, out.to(dtype))
-    tl.store(tile, state, mask=inside & (length > begin))
+        if out_ptr is not None:
+            out = tl.sum(state * q[:, None], axis=0)
+            target = out_ptr + (token * value_heads + head) * VALUE + column
+            tl.store(target, out.to(dtype))
+    if WRITES:
+        tl.store(tile, state, mask=inside & (length > begin))
 
 
 @triton.jit
@@ -140,10 +144,43 @@ def rule_and_norm(
     return _normed(out, tokens, weights, config=config, target=target), jax.freeze(place)
 
 
+def rule_outputs(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+    target: Target,
+) -> Array:
+    """See `reference.rule_outputs`; tokens of padding get any result."""
+    out = _one_by_one(tokens, weights, state, layer, step, None, config=config, target=target)
+    return _normed(out, tokens, weights, config=config, target=target)
+
+
+def advance_state(
+    qkv: Array,
+    gates: Array,
+    weights: RuleWeights,
+    state: Array,
+    layer: int,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+    target: Target,
+) -> Array:
+    """See `reference.advance_state`."""
+    place = jax.new_ref(state)
+    arrays = (qkv, gates[None], weights, *step.rows, place, layer, None)
+    _rule(*arrays, config=config, target=target, out_type=())
+    return jax.freeze(place)
+
+
 def _one_by_one(
     tokens: RuleTokens,
     weights: RuleWeights,
-    state: jax.Ref,
+    state: Array | jax.Ref,
     layer: int,
     step: RecurrentStep,
     out: Array | None,
@@ -152,24 +189,40 @@ def _one_by_one(
     target: Target,
 ) -> Array:
     """All tokens that are in no block: o [tokens, value_heads, value_dim]. `out` has that of the
-    others, if there are any."""
-    heads, rows, results = config.heads, step.rows, None if out is None else jax.new_ref(out)
+    others, if there are any. Only a Ref to the state is written."""
+    heads, results = config.heads, None if out is None else jax.new_ref(out)
     shape = (tokens.qkv.shape[0], heads.value_heads, heads.value_dim)
-    columns = min(_COLUMNS, heads.value_dim)
-    made: Any = triton_call(
-        tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, *rows, state, layer,
+    made = _rule(
+        tokens.qkv, tokens.gates, weights, *step.rows, state, layer,
         *(() if results is None else (results,)),
+        config=config,
+        target=target,
+        out_type=jax.ShapeDtypeStruct(shape, tokens.qkv.dtype) if results is None else (),
+    )  # fmt: skip
+    return made if results is None else jax.freeze(results)
+
+
+def _rule(
+    qkv: Array, gates: Array, weights: RuleWeights, first: Array, length: Array, slots: Array,
+    positions: Array, blocked: Array | None, state: Array | jax.Ref, layer: int, *out: Any,
+    config: RuleConfig, target: Target, out_type: Any,
+) -> Any:  # fmt: skip
+    """Calls the kernel for rows. Only a Ref to the state is written."""
+    heads, columns = config.heads, min(_COLUMNS, config.heads.value_dim)
+    return triton_call(
+        qkv, gates, weights.a_log, weights.dt_bias,
+        first, length, slots, positions, blocked, state, layer, *out,
         kernel=_kernel,
         name="gated_delta_rule",
         target=target,
-        out_type=jax.ShapeDtypeStruct(shape, tokens.qkv.dtype) if results is None else (),
-        grid=(rows.first.shape[0], heads.value_heads, heads.value_dim // columns),
+        out_type=out_type,
+        grid=(first.shape[0], heads.value_heads, heads.value_dim // columns),
         num_warps=4,
-        slots=state.shape[1], stride=tokens.gates[0].size, parts=tokens.gates.shape[0],
+        slots=state.shape[1], stride=gates[0].size, parts=gates.shape[0],
         key_heads=heads.key_heads, value_heads=heads.value_heads, scale=heads.key_dim**-0.5,
         KEY=heads.key_dim, VALUE=heads.value_dim, COLUMNS=columns,
+        WRITES=isinstance(state, jax.Ref),
     )  # fmt: skip
-    return made if results is None else jax.freeze(results)
 
 
 def _normed(

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head adds to the steps of its target model.
+"""What a head whose entries need the token after them adds to the steps: EAGLE-3, and MTP.
 
 The entry at position i needs the state there and the token after it. So a step computes with each
 token the entry before that. The state of each sequence's newest token stays on the device for the
@@ -9,42 +9,38 @@ the prefix's last entry remains that of whoever computed the prefix and went on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve.models.drafts import eagle3
-from jaxserve.models.drafts.eagle3 import Eagle3Params
 from jaxserve.models.drafts.places import Ends, places_of
-from jaxserve.models.drafts.spec import Eagle3Draft
 from jaxserve.models.layer import Caches, StepTokens
 from jaxserve.runner.sequence_state import HEAD_STATE
 from jaxserve_kernels.kv_format import page_size
-from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import Weight
+
+
+class EntryHead(NamedTuple):
+    """What steps ask of a head. Entries come as their places with the ids of the tokens after them,
+    and the states at their positions [tokens, embed]."""
+
+    store: Callable[[Caches, StepTokens, Array], Caches]
+    """See `eagle3.store`, `mtp.store`."""
+    extend: Callable[[Caches, StepTokens, Array], tuple[Array, Array, Caches]]
+    """See `eagle3.extend`, `mtp.extend`; each entry is a query tile."""
+    scores: Callable[[Array], Array]
+    """Of the model's tokens [rows, vocab], from hidden states after the final norm."""
 
 
 def write_entries(
-    params: Eagle3Params,
-    draft: Eagle3Draft,
-    embedding: Weight,
-    kv: Caches,
-    tokens: StepTokens,
-    states: Array,
-    kept: Array,
-    sequences: Array,
-    *,
-    first: int,
-    target: Target,
+    head: EntryHead, kv: Caches, tokens: StepTokens, states: Array, kept: Array, sequences: Array
 ) -> Caches:
     """Store the entry before each of a step's tokens.
 
     Args:
-      embedding: the target's [vocab, embed].
-      states: [tokens, embed], see `eagle3.states`.
+      states: [tokens, embed], those of the model that the head reads.
       kept: [slots + 1, embed], see `keep`.
       sequences: see `sequence_state`.
-      first: where the head's layer lies in the first cache.
     """
     place, cache = tokens.places[0], kv[0]
     assert isinstance(cache, Array)
@@ -59,7 +55,7 @@ def write_entries(
         page_size=page_size(cache),
     )
     places = StepTokens(tokens.ids, (entries,))
-    return eagle3.store(params, draft, embedding, kv, places, before, first=first, target=target)
+    return head.store(kv, places, before)
 
 
 def keep(
@@ -78,18 +74,14 @@ def keep(
 
 
 def draft_tokens(
-    params: Eagle3Params,
-    draft: Eagle3Draft,
-    embedding: Weight,
+    head: EntryHead,
     kv: Caches,
     page_table: Array,
     ends: Ends,
     states: Array,
     choose: Callable[[Array, int], Array],
     *,
-    first: int,
     most: int,
-    target: Target,
 ) -> tuple[Array, Array, Caches]:
     """Draft one token after the other behind the rows' last tokens.
 
@@ -109,13 +101,8 @@ def draft_tokens(
         places = places_of(
             at < ends.held, ends.slots, at, at, page_table, page_size=page_size(cache)
         )
-        hidden, states, kv = eagle3.extend(
-            *(params, draft, embedding, kv, StepTokens(ids, (places,)), states),
-            first=first,
-            tile_size=1,
-            target=target,
-        )
-        ids = choose(eagle3.scores(params, draft, hidden, target=target), number)
+        hidden, states, kv = head.extend(kv, StepTokens(ids, (places,)), states)
+        ids = choose(head.scores(hidden), number)
         drafts.append(ids)
     count = jnp.where(ends.held > ends.position, ends.held - ends.position + 1, 0)
     return jnp.stack(drafts, axis=1), jnp.clip(count, 0, most), kv

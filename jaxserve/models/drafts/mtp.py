@@ -1,0 +1,148 @@
+"""Native multi-token prediction of Qwen3.5: a layer of the checkpoint that drafts token by token.
+
+The entry at position i stands for the model's state there and the token after it::
+
+    state = hidden state after the final norm        # later passes: the head's own, after its norm
+    x = fc(concat(rms(embed(token i + 1), embedding_norm), rms(state, hidden_norm)))
+    y = decoder layer(x), with keys and values of its own
+    scores of token i + 2 = the model's output matrix @ rms(y, final_norm)
+
+(vLLM's qwen3_5_mtp.py. That the state comes after the model's final norm shows in acceptance
+alone: llama.cpp 24025 and LightLLM 1402 measured both.) So an entry needs the token after its
+position, as one of EAGLE-3 does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve.model_spec import CachePlace
+from jaxserve.models import attention_prologue, decoder
+from jaxserve.models.drafts.spec import MtpDraft
+from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
+from jaxserve.models.layer_weights import Layer
+from jaxserve.models.rope import step_tables
+from jaxserve_kernels.add_rms_norm import rms_norm
+from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
+from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import Weight
+
+
+class MtpParams(NamedTuple):
+    """The weights of a head, of which norms are float32 with 1 added, as those of the model.
+    Matrices are [out, in], as on disk, or quantised."""
+
+    fc: Weight  # [embed, 2 * embed]: of embeddings, then of states
+    embedding_norm: Array  # [embed]
+    hidden_norm: Array  # [embed]
+    layers: tuple[Layer]
+    final_norm: Array  # [embed]
+
+
+def abstract(draft: MtpDraft, dtype: DTypeLike) -> MtpParams:
+    """Shapes and dtypes of the parameters."""
+    body, whole = draft.body, decoder.abstract(draft.body, dtype)
+    assert not isinstance(whole.layers, Layer)
+    (layer,), norm = whole.layers, whole.final_norm
+    fc: Any = jax.ShapeDtypeStruct((body.embed, 2 * body.embed), dtype)
+    return MtpParams(fc, norm, norm, (layer,), norm)
+
+
+def store(
+    params: MtpParams,
+    draft: MtpDraft,
+    embedding: Weight,
+    kv: Caches,
+    tokens: StepTokens,
+    state: Array,
+    *,
+    first: int,
+    target: Target,
+) -> Caches:
+    """Returns kv with the keys and values of entries, see `extend`: what they attend to does not
+    change those."""
+    (layer,), places, cache, body = params.layers, tokens.places[0], kv[0], draft.body
+    assert layer.qkv is not None and isinstance(cache, Array)
+    x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)
+    (tables,) = step_tables(body, tokens.positions)
+    with jax.named_scope("draft_entries"):
+        qkv, tables, _ = attention_prologue.prologue(
+            linear(normed, layer.qkv, target=target),
+            HeadWeights(layer.q_norm, layer.k_norm),
+            tables,
+            body,
+            dtype=x.dtype,
+            target=target,
+        )
+        _, cache = attention_inputs(
+            qkv,
+            cache,
+            first,
+            HeadWeights(),
+            tables,
+            KVSlots(places.pages, places.offsets),
+            eps=body.norm_eps,
+            dtype=x.dtype,
+            target=target,
+        )
+    return (cache, *kv[1:])
+
+
+def _inputs(
+    params: MtpParams,
+    draft: MtpDraft,
+    embedding: Weight,
+    ids: Array,
+    state: Array,
+    *,
+    target: Target,
+) -> tuple[Array, Array]:
+    """What the layer adds to, and that with the layer's norm: [tokens, embed] each."""
+    eps = draft.body.norm_eps
+    embedded = rms_norm(take_rows(embedding, ids, state.dtype), params.embedding_norm, eps)
+    both = jnp.concatenate([embedded, rms_norm(state, params.hidden_norm, eps)], axis=-1)
+    x = sum_parts(linear(both, params.fc, target=target), state.dtype)
+    return x, rms_norm(x, params.layers[0].attention_norm, eps)
+
+
+def extend(
+    params: MtpParams,
+    draft: MtpDraft,
+    embedding: Weight,
+    kv: Caches,
+    tokens: StepTokens,
+    state: Array,
+    *,
+    first: int,
+    tile_size: int,
+    target: Target,
+) -> tuple[Array, Array, Caches]:
+    """Compute entries and store their keys and values.
+
+    Args:
+      embedding: the model's [vocab, embed].
+      tokens: places of the entries; `ids` are those of the tokens after them.
+      state: [tokens, embed], of the tokens at the entries' positions.
+      first: where the head's layer lies in the first cache.
+
+    Returns:
+      Hidden states after the final norm [tokens, embed], those again for the next pass, and kv.
+    """
+    x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)
+    (tables,) = step_tables(draft.body, tokens.positions)
+    _, normed, kv = decoder_layer(
+        params.layers[0],
+        Norm(params.final_norm),
+        CachePlace(0, first),
+        *(x, normed, kv, tables, tokens, draft.body),
+        tile_size=tile_size,
+        target=target,
+    )
+    hidden = plain(normed)
+    return hidden, hidden, kv

@@ -1,0 +1,33 @@
+"""The definition of the sum with a shared expert, in plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from jaxserve_kernels.dense_matmul.reference import sum_parts
+
+
+def add_shared_expert(
+    update: Array, shared: Array, scores: Array, *, column: int, dtype: DTypeLike
+) -> Array:
+    """What a token's experts give, and the shared expert times the sigmoid of its score::
+
+        sum(update) + sum(shared) * sigmoid(sum(scores)[:, column])
+
+    in float32, rounded to `dtype` in the end (Qwen2-MoE's shared expert).
+
+    Args:
+      update: [parts, tokens, embed], partial sums of the experts.
+      shared: [parts, tokens, embed], of the shared expert.
+      scores: [parts, tokens, columns], of the router.
+      column: that of the shared expert's score.
+
+    Returns:
+      [1, tokens, embed].
+    """
+    score = sum_parts(scores, jnp.float32)[:, column : column + 1]
+    every = sum_parts(shared, jnp.float32) * jax.nn.sigmoid(score)
+    return (sum_parts(update, jnp.float32) + every).astype(dtype)[None]

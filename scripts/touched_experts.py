@@ -1,0 +1,54 @@
+"""How many experts the rows of a step have together: steps run with a router that counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from statistics import mean
+from typing import Any
+from unittest import mock
+
+import jax
+
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.models import decoder, layer
+from jaxserve.plan import StepPlan
+from jaxserve.runner.programs import RunnerConfig
+from jaxserve.runner.runner import Runner
+from jaxserve_kernels.experts import route
+
+
+def touched_experts(
+    config: RunnerConfig, params: decoder.Params, runs: Iterable[list[StepPlan]], warm: int
+) -> list[float]:
+    """Of each run of steps, the experts of a layer that some row has: the mean over layers, and
+    over all steps but the first `warm`. Compiles programs of its own and allocates another KV
+    cache; rows are never padded."""
+    counts: list[int] = []
+    with mock.patch.object(layer, "route", counting(counts)):
+        runner = Runner(config, params, Metrics("touched"))
+        runner.compile(os.cpu_count() or 1, lambda name, done: None)
+    found: list[float] = []
+    for plans in runs:
+        for index, plan in enumerate(plans):
+            if index == warm:
+                jax.effects_barrier()
+                counts.clear()
+            runner.collect(runner.launch(plan))
+        jax.effects_barrier()
+        found.append(mean(counts))
+    runner.free_state()
+    return found
+
+
+def counting(counts: list[int]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`route`, which as it runs appends how many experts its tokens have together."""
+
+    def counted(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        ids, weights = route(*args, **options)
+        ranked = ids.ravel().sort()
+        touched = 1 + (ranked[1:] != ranked[:-1]).sum()
+        jax.debug.callback(lambda count: counts.append(int(count)), touched)
+        return ids, weights
+
+    return counted
