@@ -34,7 +34,7 @@ test: $(VENV)/.test $(KUBE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
-	$(BIN)/python -m pytest -q -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 compile-test: $(COMPILER)/.ready
 	$(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal tests/aot tests/emulated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -84,6 +85,7 @@ Imports = dict[str, set[str]]
 """Module -> the modules it imports; of ours, the module itself and not a name in it."""
 
 
+@functools.cache
 def read_imports() -> Imports:
     files: dict[str, Path] = {}
     for package, root in SOURCES.items():

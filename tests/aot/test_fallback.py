@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.aot.compiled_steps import ROOT, missing
+from tests.aot.compiled_steps import missing
 
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
-sys.path.append(str(ROOT / "scripts"))
 
 from support_matrix import Bucket, Step, arguments, kernel_calls, launches, spec_of
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from resolve import COMPILING, pins, resolve
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from resolve import COMPILING, pins, resolve  # noqa: E402
-
 CONSTRAINTS = ROOT / "constraints.txt"
 SHARED = ("jax", "jaxlib", "jax-triton", "triton")
 """Of both extras, and installed here."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import pytest
 
-from tests.aot.compiled_steps import ROOT, missing
+from tests.aot.compiled_steps import missing
 
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
-sys.path.append(str(ROOT / "scripts"))
 
 from support_matrix import CAPABILITIES, report
 

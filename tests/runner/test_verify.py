@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -265,15 +266,17 @@ def test_pages_that_verify_rows_filled_are_found_by_others(runner: Runner) -> No
     assert_same(hit[0], expected[cached + 3 - START])
 
 
-def test_a_row_whose_logits_are_not_numbers_ends_there() -> None:
-    config = replace(CONFIG, buckets=replace(CONFIG.buckets, verify=((1, 4),)))
-    runner = make_runner(config)
+def test_a_row_whose_logits_are_not_numbers_ends_there(runner: Runner) -> None:
     seq = Placed(pages=(1, 2, 3, 4, 5))
     expected = tokens_of(generate(runner, seq, PROMPT, 5))
     begin(runner, seq)
-    poisoned = runner.params._replace(final_norm=runner.params.final_norm * np.nan)
-    runner.use_params(poisoned)
-    assert step(runner, [seq.verify(START, expected[1:4])]) == [Sampled(None)]
+    params = runner.params
+    not_numbers = jax.device_put(np.full_like(np.asarray(params.final_norm), np.nan))
+    runner.use_params(params._replace(final_norm=not_numbers))
+    try:
+        assert step(runner, [seq.verify(START, expected[1:4])]) == [Sampled(None)]
+    finally:
+        runner.use_params(params)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import chi2_contingency
 
 from jaxserve.api import SamplingParams
+from jaxserve.config import Buckets
 from jaxserve.runner.runner import Runner
 from tests.runner.driver import CONFIG, Placed, several, step, tokens_of
 from tests.tiny_model import make_runner
@@ -24,7 +25,8 @@ SLOTS = 3
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    yield make_runner(replace(CONFIG, buckets=replace(CONFIG.buckets, verify=((SLOTS, 4),))))
+    buckets = Buckets(decode=(4,), prefill=(32,), verify=((SLOTS, 4),))
+    yield make_runner(replace(CONFIG, buckets=buckets))
 
 
 def outcomes(runner: Runner, seeds: Random, *, drafted: bool) -> list[tuple[int, ...]]:
