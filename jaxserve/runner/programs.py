@@ -83,6 +83,13 @@ class RunnerConfig:
                 f"the model computes prompts in blocks of {block} tokens, and the cache is made "
                 f"for blocks of {self.cache.state_block}"
             )
+        tokens, others = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs - 1
+        if tokens < others + block:
+            raise ConfigError(
+                f"a step of {tokens} tokens has no room for {others} decodes and a block of "
+                f"{block} tokens of a prompt; raise --max-num-batched-tokens or the largest of "
+                f"--prefill-buckets to {others + block}, or lower --max-num-seqs"
+            )
 
     @property
     def pages_per_seq(self) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from jaxserve.api import DeadlineMissed
-from jaxserve.config import CacheConfig, ConfigError, SchedulerConfig
+from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.scheduler.admission import OutputLengths, has_room
@@ -91,11 +91,6 @@ class Scheduler(Commits):
         self._times = times
         context = config.max_chunk_context
         self._least = cache.state_block
-        if config.max_num_batched_tokens < config.max_num_seqs - 1 + self._least:
-            raise ConfigError(
-                f"a step of {config.max_num_batched_tokens} tokens has no room for "
-                f"{config.max_num_seqs - 1} decodes and a block of {self._least} tokens of a prompt"
-            )
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._learned = times and LearnedTimes(times)
         self._verify = verification and VerifyRows(

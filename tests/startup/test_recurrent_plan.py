@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.config import ConfigError
 from tests.startup.pretended import H200, planned_on
 
 FLAGS = ("--model", "qwen3.5-27b", "--load-format", "dummy")
@@ -54,3 +55,12 @@ def test_every_format_of_keys_and_values_goes_with_snapshots(
 ) -> None:
     config = planned_on(H200, monkeypatch, *FLAGS, "--kv-cache-dtype", name).config
     assert config.scheduler.prefix_caching and config.cache.snapshots > 8
+
+
+def test_a_step_without_room_for_a_block_is_refused_before_anything_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = (*FLAGS, "--max-num-seqs", "4", "--prefill-buckets", "64")
+    with pytest.raises(ConfigError, match=r"no room for 3 decodes and a block of 64 .* to 67,"):
+        planned_on(H200, monkeypatch, *flags)
+    planned_on(H200, monkeypatch, *flags[:-1], "67")
