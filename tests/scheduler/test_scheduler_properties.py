@@ -288,6 +288,7 @@ def test_every_number_of_accepted_drafts_yields_the_tokens_of_plain_decoding(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drafted_workloads())
 def test_with_drafts_each_request_gets_its_tokens_in_many_workloads(work: Workload) -> None:
@@ -295,6 +296,7 @@ def test_with_drafts_each_request_gets_its_tokens_in_many_workloads(work: Worklo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(windowed_workloads())
 def test_with_windows_each_request_gets_its_tokens_in_many_workloads(work: Workload) -> None:
@@ -302,6 +304,7 @@ def test_with_windows_each_request_gets_its_tokens_in_many_workloads(work: Workl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_each_request_gets_the_tokens_it_would_get_alone_in_many_workloads(work: Workload) -> None:
