@@ -73,6 +73,12 @@ async def test_answers_are_those_without_drafts(architecture: str, tmp_path: Pat
     assert expected[-1] == expected[2]
     for method, chosen in METHODS.items():
         with Server(*flags, "--speculative-config", chosen) as server:
-            assert await answers(server, model) == expected, method
-            assert await server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0, method
+            # Measured times decide whether drafts are verified, so the first answers may have none.
+            accepted = 0.0
+            for _ in range(5):
+                assert await answers(server, model) == expected, method
+                accepted = await server.metric("vllm:spec_decode_num_accepted_tokens_total")
+                if accepted:
+                    break
+            assert accepted > 0, method
             assert await server.metric('jaxserve_compiles_total{phase="serving"}') == 0
