@@ -36,6 +36,7 @@ LAYERS = (
         "jaxserve.model_spec",
         "jaxserve.plan",
         "jaxserve.setting_files",
+        "jaxserve.speculation_config",
         "jaxserve.step_times",
         "jaxserve.tokenizer",
         "jaxserve.views",

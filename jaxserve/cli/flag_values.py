@@ -8,16 +8,15 @@ import math
 import re
 from typing import Any, cast
 
-from jaxserve.config import (
+from jaxserve.config import TEMPLATE_VARIABLES, ConfigError
+from jaxserve.kv_events.config import KVEventsConfig, parse_config
+from jaxserve.speculation_config import (
     HEAD_METHODS,
     MTP_METHODS,
     NO_SPECULATION,
     SPECULATION_METHODS,
-    TEMPLATE_VARIABLES,
-    ConfigError,
     SpeculationConfig,
 )
-from jaxserve.kv_events.config import KVEventsConfig, parse_config
 
 _UNITS = {
     "": 1,

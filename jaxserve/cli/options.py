@@ -24,8 +24,8 @@ from jaxserve.cli.flags import (
     add_orbax_flags,
     add_server_flags,
 )
-from jaxserve.config import SpeculationConfig
 from jaxserve.kv_events.config import KVEventsConfig
+from jaxserve.speculation_config import SpeculationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,17 +107,12 @@ def run_verify_step(
         target=target,
         taps=taps_of(draft),
     )
-    if isinstance(draft, MtpDraft):
-        tapped = (decoder.finish(model, pre_mlp, spec, target=target),)
+    hidden = decoder.finish(model, pre_mlp, spec, target=target)
+    tapped = (hidden,) if isinstance(draft, MtpDraft) else tapped
     kv, states = remember(
         *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
         tile_size=bucket.positions,
         target=target,
-    )
-    hidden = (
-        states
-        if isinstance(draft, MtpDraft)
-        else decoder.finish(model, pre_mlp, spec, target=target)
     )
     scores = decoder.logits(model, hidden, target=target)
     adjustments = row_adjustments(inputs, sequences)

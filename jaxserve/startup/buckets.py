@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.cli.options import Options
-from jaxserve.config import NO_SPECULATION, Buckets, SpeculationConfig
+from jaxserve.config import Buckets
+from jaxserve.speculation_config import NO_SPECULATION, SpeculationConfig
 
 GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 # Smaller ones take as long as 64, larger ones longer per token than 2048: see "Buckets" in

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxserve.cli.options import Options
-from jaxserve.config import ConfigError, SpeculationConfig
+from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Progress
 from jaxserve.engine.loop import Parts
 from jaxserve.kv_events.events import Sink
@@ -30,6 +30,7 @@ from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from jaxserve.setting_files import read_text
+from jaxserve.speculation_config import SpeculationConfig
 from jaxserve.startup import fast_paths, heap, host_tier, host_tier_plan, kv_scales, memory
 from jaxserve.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.startup.measure import step_times

@@ -13,7 +13,7 @@ import jaxserve
 from jaxserve.__main__ import main
 from jaxserve.bench.command import main as bench
 from jaxserve.cli.options import parse_args
-from jaxserve.config import SpeculationConfig
+from jaxserve.speculation_config import SpeculationConfig
 
 
 @pytest.mark.parametrize(

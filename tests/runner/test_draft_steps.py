@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -195,13 +195,28 @@ def test_the_drafts_on_the_device_are_those_of_the_formulas(random: Served) -> N
     step(runner, first, seqs.values())
     rest = [seqs[slot].chunk(prompts[slot][2:], 2) for slot in prompts]
     append(tokens, list(prompts), step(runner, rest))
+    own = (runner, seqs, tokens, expected, 4)
+    seen = drafts_in_turns(*own, lambda known, room: greedy_drafts(random, known, room))
+    assert len(seen) > 2 and max(seen) == 3
+
+
+def drafts_in_turns(
+    runner: Runner,
+    seqs: Mapping[int, Placed],
+    tokens: dict[int, list[int]],
+    expected: Mapping[int, list[int]],
+    page: int,
+    drafts_of: Callable[[list[int], int], list[int]],
+) -> set[int]:
+    """Run five steps of three sequences, one of them without drafts, and compare the drafts on the
+    device with `drafts_of`, which takes a sequence's tokens and how many places its pages have
+    left. Returns how many drafts there were."""
     seen: set[int] = set()
     for turn in range(5):
         order = [2, 0, 1] if turn % 2 else [0, 1, 2]
         starts = {slot: len(tokens[slot]) - 1 for slot in order}
         if turn == 3:
-            rows = [seqs[slot].decode(starts[slot]) for slot in order]
-            append(tokens, order, step(runner, rows))
+            append(tokens, order, step(runner, [seqs[slot].decode(starts[slot]) for slot in order]))
             continue
         rows = [
             seqs[slot].verify(
@@ -216,11 +231,11 @@ def test_the_drafts_on_the_device_are_those_of_the_formulas(random: Served) -> N
         for slot in order:
             last = len(tokens[slot]) - 1
             assert tokens[slot] == expected[slot][: last + 1]
-            held = -(-(starts[slot] + 1 + turn) // 4) * 4
-            drafts = greedy_drafts(random, tokens[slot], held - last) if held > last else []
+            held = -(-(starts[slot] + 1 + turn) // page) * page
+            drafts = drafts_of(tokens[slot], held - last) if held > last else []
             assert drafts_on_device(runner, slot) == (last + 1, drafts)
             seen.add(len(drafts))
-    assert len(seen) > 2 and max(seen) == 3
+    return seen
 
 
 def append(tokens: dict[int, list[int]], order: Sequence[int], found: Iterable[Any]) -> None:

@@ -23,6 +23,7 @@ from tests.runner.test_draft_steps import (
     append,
     assert_all_accepted,
     assert_lossless,
+    drafts_in_turns,
     drafts_on_device,
     placed,
     served,
@@ -111,31 +112,10 @@ def test_the_drafts_on_the_device_are_those_of_the_formulas(random: Served) -> N
         seqs.values(),
     )
     append(tokens, list(prompts), step(runner, [seqs[s].chunk(prompts[s][2:], 2) for s in seqs]))
-    seen: set[int] = set()
-    for turn in range(5):
-        order = [2, 0, 1] if turn % 2 else [0, 1, 2]
-        starts = {slot: len(tokens[slot]) - 1 for slot in order}
-        if turn == 3:
-            append(tokens, order, step(runner, [seqs[slot].decode(starts[slot]) for slot in order]))
-            continue
-        rows = [
-            seqs[slot].verify(
-                starts[slot],
-                expected[slot][starts[slot] + 1 :][: (turn + slot) % 4],
-                positions=4,
-                end=starts[slot] + 1 + turn,
-            )
-            for slot in order
-        ]
-        append(tokens, order, step(runner, rows))
-        for slot in order:
-            last = len(tokens[slot]) - 1
-            assert tokens[slot] == expected[slot][: last + 1]
-            held = -(-(starts[slot] + 1 + turn) // PAGE) * PAGE
-            count = min(held - last + 1, 3) if held > last else 0
-            drafts = expected_drafts(random, tokens[slot], count)
-            assert drafts_on_device(runner, slot) == (last + 1, drafts)
-            seen.add(count)
+    seen = drafts_in_turns(
+        *(runner, seqs, tokens, expected, PAGE),
+        lambda known, room: expected_drafts(random, known, min(room + 1, 3)),
+    )
     assert len(seen) > 1 and max(seen) == 3
 
 

@@ -34,8 +34,13 @@ from tests import draft_files
 from tests.draft_files import Tensors
 from tests.mtp_files import mtp_passes, mtp_tensors
 from tests.runner.driver import GREEDY, OTHER, PROMPT, SAMPLED, Placed, generate, step, tokens_of
-from tests.runner.test_draft_steps import KINDS, append, assert_all_accepted, assert_lossless
-from tests.runner.test_draft_steps import drafts_on_device as on_device
+from tests.runner.test_draft_steps import (
+    KINDS,
+    append,
+    assert_all_accepted,
+    assert_lossless,
+    drafts_in_turns,
+)
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.runner.test_recurrent_drafts import assert_bits_of_plain_decoding, compare
 from tests.runner.test_recurrent_models import BLOCK, FULL, RECURRENT, STATE, hybrid
@@ -152,31 +157,10 @@ def test_the_drafts_on_the_device_are_those_of_the_formulas(random: Served) -> N
     tokens = {slot: [*prompt] for slot, prompt in prompts.items()}
     chunks = [seq.chunk(prompts[slot]) for slot, seq in seqs.items()]
     append(tokens, list(prompts), step(runner, chunks, seqs.values()))
-    seen: set[int] = set()
-    for turn in range(5):
-        order = [2, 0, 1] if turn % 2 else [0, 1, 2]
-        starts = {slot: len(tokens[slot]) - 1 for slot in order}
-        if turn == 3:
-            append(tokens, order, step(runner, [seqs[slot].decode(starts[slot]) for slot in order]))
-            continue
-        rows = [
-            seqs[slot].verify(
-                starts[slot],
-                expected[slot][starts[slot] + 1 :][: (turn + slot) % 4],
-                positions=4,
-                end=starts[slot] + 1 + turn,
-            )
-            for slot in order
-        ]
-        append(tokens, order, step(runner, rows))
-        for slot in order:
-            last = len(tokens[slot]) - 1
-            assert tokens[slot] == expected[slot][: last + 1]
-            held = -(-(starts[slot] + 1 + turn) // 4) * 4
-            count = min(held - last + 1, 3) if held > last else 0
-            drafts = expected_drafts(random, tokens[slot], count)
-            assert on_device(runner, slot) == (last + 1, drafts)
-            seen.add(count)
+    seen = drafts_in_turns(
+        *(runner, seqs, tokens, expected, 4),
+        lambda known, room: expected_drafts(random, known, min(room + 1, 3)),
+    )
     assert len(seen) > 1 and max(seen) == 3
 
 
