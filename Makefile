@@ -24,6 +24,8 @@ PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=driver_version \
   --format=csv,noheader 2>/dev/null | head -1 | awk -F. '/^[0-9]/ {print ($$1 >= 580) ? "cuda13" : "cuda12"}')
 
+# pytest keeps what it makes of the tests' source beside it: each process saves ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:  # an environment without pip is none
 .PHONY: serve test compile-test docs docs-serve slow clean
 

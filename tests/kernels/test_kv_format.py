@@ -160,8 +160,18 @@ def test_in_a_float32_model_bf16_rounds_keys_and_values_and_nothing_else() -> No
     assert 1e-4 < float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)) < 4e-3
 
 
+OFTEN = ("auto", "int8", "kvarn_k4v4_g128")
+"""One of each kind; compiling with the others is for the slow tests."""
+
+
 @pytest.mark.parametrize(("counts", "tile_size"), [((1, 1), 1), ((40, 150), 16)], ids=str)
-@pytest.mark.parametrize("name", kv_format.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+        for name in kv_format.NAMES
+    ],
+)
 def test_a_step_changes_its_cache_in_place(
     name: str, counts: tuple[int, int], tile_size: int
 ) -> None:

@@ -115,7 +115,7 @@ def test_words_give_back_their_codes(bits: int) -> None:
     np.testing.assert_array_equal(layout.unpack(words, bits), codes)
 
 
-@pytest.mark.parametrize("value_bits", [2, 4])
+@pytest.mark.parametrize("value_bits", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> None:
     """One query after another against a dense softmax over what each may see."""
     sequences = Sequences(lengths=(30,), page_size=8, q_heads=2, kv_heads=1, head_dim=8)

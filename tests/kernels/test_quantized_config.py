@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,12 @@ MODELS = [
 """Dense ones with attention everywhere: products of experts are those of `experts`."""
 
 
+@functools.cache
+def weight_of(name: str, out: int, depth: int) -> Any:
+    plain = jax.ShapeDtypeStruct((out, depth), jnp.bfloat16)
+    return jax.eval_shape(QUANTIZE[name], plain)
+
+
 def config_of(
     name: str,
     out: int,
@@ -45,9 +52,7 @@ def config_of(
     hopper: bool = False,
     target: Target = HOPPER,
 ) -> Config | None:
-    plain = jax.ShapeDtypeStruct((out, depth), jnp.bfloat16)
-    weight = jax.eval_shape(QUANTIZE[name], plain)
-    return choose(weight, tokens, gated=gated, hopper=hopper, target=target)
+    return choose(weight_of(name, out, depth), tokens, gated=gated, hopper=hopper, target=target)
 
 
 @pytest.mark.parametrize("name", QUANTIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -151,13 +152,18 @@ WHOLE = [
 ]
 
 
+@cache
+def whole() -> tuple[list[Floats], list[Floats], RecurrentState]:
+    return run(WHOLE)
+
+
 def test_the_convolution_is_that_of_numpy() -> None:
-    for found, sequence in zip(run(WHOLE)[0], SEQUENCES, strict=True):
+    for found, sequence in zip(whole()[0], SEQUENCES, strict=True):
         np.testing.assert_allclose(found, convolved(sequence.x), rtol=0, atol=2e-6)
 
 
 def test_the_recurrence_agrees_with_the_chunked_form() -> None:
-    mixed, outs, state = run(WHOLE)
+    mixed, outs, state = whole()
     for slot, sequence in enumerate(SEQUENCES):
         expected, last = in_chunks(mixed[slot], sequence.gates)
         np.testing.assert_allclose(
@@ -197,13 +203,13 @@ def splits(draw: st.DrawFn) -> list[list[Part]]:
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow],
 )
 @given(steps=splits())
 def test_steps_and_rows_change_no_bit(steps: list[list[Part]]) -> None:
-    mixed, outs, state = run(WHOLE)
+    mixed, outs, state = whole()
     found_mixed, found_outs, found_state = run(steps)
     for found, expected in zip([*found_mixed, *found_outs], [*mixed, *outs], strict=True):
         np.testing.assert_array_equal(found, expected)

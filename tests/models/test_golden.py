@@ -79,7 +79,7 @@ VARIANTS = (
 )
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module")
 def golden(request: pytest.FixtureRequest) -> Golden:
     return load_golden(request.param)
 
@@ -137,7 +137,24 @@ def logits_in_chunks(golden: Golden, tokens: NDArray[np.int32], size: int) -> Fl
     return np.concatenate(results)
 
 
-@pytest.mark.parametrize("size", [128, 24, 1], ids=["at_once", "chunked", "one_by_one"])
+SIZES = {"at_once": 128, "chunked": 24, "one_by_one": 1}
+IN_PARTS = ("tied", "alternating", "hybrid_moe", "gpt_oss")
+"""One of each way to keep what a sequence has had; of the others in the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("golden", "size"),
+    [
+        pytest.param(
+            *(name, size),
+            id=f"{name}-{how}",
+            marks=[] if how == "at_once" or name in IN_PARTS else pytest.mark.slow,
+        )
+        for name in VARIANTS
+        for how, size in SIZES.items()
+    ],
+    indirect=["golden"],
+)
 def test_logits_are_those_of_transformers(golden: Golden, size: int) -> None:
     for tokens, expected in golden.sequences:
         got = logits_in_chunks(golden, tokens, size)
@@ -267,15 +284,14 @@ def test_the_goldens_show_when_what_a_family_adds_is_left_out(
     assert np.abs(logits_in_chunks(change(golden), tokens, 128) - expected).max() > least
 
 
+OFTEN = ("untied_sharded", "alternating", "qwen3_moe")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        *("untied_sharded", "qwen2", "alternating", "qwen3_moe"),
-        *(
-            pytest.param(other, marks=pytest.mark.slow)
-            for other in VARIANTS
-            if other not in ("untied_sharded", "qwen2", "alternating", "qwen3_moe")
-        ),
+        *OFTEN,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in VARIANTS if other not in OFTEN),
     ],
 )
 def test_the_runner_continues_prompts_as_transformers_does(name: str) -> None:

@@ -151,6 +151,7 @@ def cached(runner: Runner, pages: Sequence[int]) -> Any:
     return np.asarray(state.kv[0])[:, list(pages)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 def test_a_perfect_head_has_every_draft_accepted(perfect: Served, params: SamplingParams) -> None:
     """Ids of its own vocabulary become the target's before noise is added."""

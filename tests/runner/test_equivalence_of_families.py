@@ -26,11 +26,9 @@ FORMATS: tuple[KVFormat, ...] = (
     *(KVarN(value_bits=bits, group=4) for bits in (2, 4)),
 )
 OFTEN = {
-    ("plain", "auto"),
     ("biased", "auto"),
     ("plain", "fp8_e4m3"),
     ("experts", "auto"),
-    ("biased", FORMATS[4].name),
 }
 
 

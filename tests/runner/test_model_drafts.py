@@ -103,6 +103,7 @@ def test_a_cached_prefix_is_the_draft_models_too(random: Runner, small: Runner) 
     assert drafts_on_device(random, 1) == (len(tokens), alone(small, tokens, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 def test_a_model_that_drafts_for_itself_has_every_draft_accepted(
     perfect: Runner, params: SamplingParams

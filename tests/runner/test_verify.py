@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api import SamplingParams
+from jaxserve.config import Buckets
 from jaxserve.plan import Row, Sampled
 from jaxserve.runner.runner import Runner
 from tests.runner.driver import (
@@ -60,7 +61,7 @@ each_params = pytest.mark.parametrize("params", ALL.values(), ids=ALL)
 
 @pytest.fixture(scope="module")
 def compiled() -> Runner:
-    return make_runner(replace(CONFIG, buckets=replace(CONFIG.buckets, verify=SHAPES)))
+    return make_runner(replace(CONFIG, buckets=Buckets(decode=(4,), prefill=(32,), verify=SHAPES)))
 
 
 @pytest.fixture

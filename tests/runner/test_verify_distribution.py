@@ -8,7 +8,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from scipy.stats import chi2_contingency
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets
@@ -60,6 +59,8 @@ def outcomes(runner: Runner, seeds: Random, *, drafted: bool) -> list[tuple[int,
 
 def differ(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
     """How probable it is that samples of one distribution differ as much in any place."""
+    from scipy.stats import chi2_contingency  # takes a second, which each process would wait for
+
     least = 1.0
     for place in range(3):
         counts = [Counter(run[place] for run in runs) for runs in (one, other)]
