@@ -1,0 +1,163 @@
+"""The producers of `hopper_rows.py`: they fill its rings with tokens and rows of a weight."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+ROWS, DEPTH = 128, 64
+"""Rows of a weight, of which a tile has twice as many; inputs of a step."""
+MAIN, BOX = 128, 32
+"""Tokens that each tile has, and those that are copied at once: a tile may have a box more."""
+STAGES = 4
+"""Of 52 KB: what shared memory holds beside what results are rearranged in."""
+_ROWS = gl.constexpr(ROWS)
+_DEPTH = gl.constexpr(DEPTH)
+_MAIN = gl.constexpr(MAIN)
+_BOX = gl.constexpr(BOX)
+_BOXES = gl.constexpr(MAIN // BOX)
+_STAGES = gl.constexpr(STAGES)
+_BEHIND = gl.constexpr(STAGES - 2)
+"""Steps that gathered tokens may be under way: a place is freed when the next is multiplied."""
+_WEIGHT = gl.constexpr(2 * ROWS * DEPTH * 2)
+"""Bytes."""
+
+
+@gluon.jit
+def block_at(block_ptr, tile, count: gl.constexpr, columns: gl.constexpr):
+    """Of a tile its expert, and where its tokens begin and end."""
+    block = gl.minimum(tile // columns, count - 1)
+    expert = gl.load(block_ptr + block)
+    begin = gl.load(block_ptr + count + block)
+    end = gl.load(block_ptr + 2 * count + block)
+    return expert, begin, end
+
+
+@gluon.jit
+def _copy_weight(w, w_ring, bar, stage, row, depth, second: gl.constexpr):
+    tma.async_load(w, [row, depth], bar, w_ring.index(stage).slice(0, _ROWS, dim=0))
+    tma.async_load(w, [row + second, depth], bar, w_ring.index(stage).slice(_ROWS, _ROWS, dim=0))
+
+
+@gluon.jit
+def _copy_tile(
+    x, w, x_ring, t_ring, w_ring, ready, free, at, begin, row,
+    second: gl.constexpr, k: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    boxes: gl.constexpr = _BOXES + 1 if TAIL else _BOXES
+    for depth in range(0, k, _DEPTH):
+        stage = at % _STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, _WEIGHT + boxes * _BOX * _DEPTH * 2)
+        _copy_weight(w, w_ring, bar, stage, row, depth, second)
+        for box in gl.static_range(_BOXES):
+            place = x_ring.index(stage * _BOXES + box)
+            tma.async_load(x, [begin + box * _BOX, depth], bar, place)
+        if TAIL:
+            tma.async_load(x, [begin + _MAIN, depth], bar, t_ring.index(stage))
+        at += 1
+    return at
+
+
+@gluon.jit
+def _gather_tile(
+    x_ptr, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
+    second: gl.constexpr, k: gl.constexpr, choices: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    """Only boxes in which there are tokens."""
+    boxes: gl.constexpr = _BOXES + 1 if TAIL else _BOXES
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    lane = gl.arange(0, _BOX, gl.SliceLayout(1, flat))
+    depths = gl.expand_dims(gl.arange(0, _DEPTH, gl.SliceLayout(0, flat)), 0)
+    places = ()
+    for box in gl.static_range(boxes):
+        place = begin + box * _BOX + lane
+        pair = gl.load(order_ptr + place, mask=place < end, other=0)
+        places = places + (gl.expand_dims(pair // choices * k, 1) + depths,)  # noqa: RUF005
+    for depth in range(0, k, _DEPTH):
+        stage = at % _STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(free.index(stage), ((at // _STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, _WEIGHT)
+        _copy_weight(w, w_ring, bar, stage, row, depth, second)
+        for box in gl.static_range(boxes):
+            if begin + box * _BOX < end:
+                if box < _BOXES:
+                    to = x_ring.index(stage * _BOXES + box)
+                else:
+                    to = t_ring.index(stage)
+                async_copy.async_load(to, x_ptr + depth + places[box])
+        async_copy.commit_group()
+        async_copy.wait_group(_BEHIND)
+        _arrive(ready, at - _BEHIND)
+        at += 1
+    return at
+
+
+@gluon.jit
+def _arrive(ready, at):
+    """The copies of step `at` are done, if there is one."""
+    fence_async_shared()
+    gl.barrier()
+    mbarrier.arrive(ready.index((at + _STAGES) % _STAGES), count=1, pred=at >= 0)
+
+
+@gluon.jit
+def _fill(
+    x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
+    second: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    GATHER: gl.constexpr, TAIL: gl.constexpr,
+):  # fmt: skip
+    if GATHER:
+        at = _gather_tile(
+            x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
+            second, k, choices, TAIL,
+        )  # fmt: skip
+    else:
+        at = _copy_tile(
+            x, w, x_ring, t_ring, w_ring, ready, free, at, begin, row, second, k, TAIL
+        )
+    return at
+
+
+@gluon.jit
+def copy(
+    x, w, x_ring, t_ring, w_ring, ready, free, block_ptr, order_ptr,
+    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
+    second: gl.constexpr, rows: gl.constexpr, k: gl.constexpr,
+    choices: gl.constexpr, GATHER: gl.constexpr,
+):  # fmt: skip
+    """What is multiplied in each step of each of the program's tiles. Programs that run together
+    share the tokens of a block.
+
+    x is a descriptor of tokens in their experts' order; with GATHER a pointer to tokens in their
+    own order, which TMA cannot gather: four warps copy them by `cp.async`.
+    """
+    at = 0
+    tiles = gl.load(block_ptr + 3 * count) * columns
+    expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
+        row = expert * rows + tile % columns * step
+        if end - begin > _MAIN:
+            at = _fill(
+                x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
+                second, k, choices, GATHER, True,
+            )  # fmt: skip
+        else:
+            at = _fill(
+                x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
+                second, k, choices, GATHER, False,
+            )  # fmt: skip
+        expert, begin, end = later
+    if GATHER:
+        async_copy.wait_group(0)
+        for left in gl.static_range(_BEHIND):
+            _arrive(ready, at - _BEHIND + left)
