@@ -22,27 +22,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import most_blocks
-from jaxserve_kernels.experts.hopper_rows_copy import (
-    BOX,
-    DEPTH,
-    MAIN,
-    ROWS,
-    STAGES,
-    block_at,
-    copy,
-)
+from jaxserve_kernels.experts.hopper_rows_copy import BOX, DEPTH, MAIN, ROWS, block_at, copy
+from jaxserve_kernels.experts.hopper_rows_sums import HALF, PLAIN, code_sums, plain_sums
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
+    stacked,
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
@@ -55,10 +47,8 @@ _BOX = gl.constexpr(BOX)
 _BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
-_HALF = gl.constexpr(ROWS // 2)
-"""Rows of a warpgroup, of either half of a tile."""
-_STAGES = gl.constexpr(STAGES)
-_PLAIN = gl.constexpr(0)
+_DOWN = gl.constexpr(0)
+"""In place of what `activation.gating` gives."""
 _OSS = gl.constexpr(3)
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
@@ -113,7 +103,7 @@ def _places(
     there = place < end
     factor = 1.0
     row = place
-    if GATED == _PLAIN:
+    if GATED == _DOWN:
         pair = gl.load(order_ptr + place, mask=there, other=0)
         factor = gl.load(weights_ptr + pair, mask=there, other=0.0)
         row = (pair % choices) * tokens + pair // choices
@@ -126,7 +116,7 @@ def _store(values, out_ptr, rows, column, n: gl.constexpr):
     flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     out = gl.convert_layout(values.to(gl.bfloat16), flat)
     rows = gl.convert_layout(rows, gl.SliceLayout(0, flat))
-    columns = column + gl.arange(0, _HALF, gl.SliceLayout(1, flat))
+    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, flat))
     mask = gl.expand_dims(rows >= 0, 0) & gl.expand_dims(columns < n, 1)
     at = gl.expand_dims(rows.to(gl.int64), 0) * n + gl.expand_dims(columns, 1)
     gl.store(out_ptr + at, out, mask=mask)
@@ -137,8 +127,8 @@ def _finish(
     left, right, out_ptr, places, column, second: gl.constexpr,
     n: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Sums [_HALF, tokens] of either half of a tile to memory."""
-    if GATED == _PLAIN:
+    """Sums [HALF, tokens] of either half of a tile to memory."""
+    if GATED == _DOWN:
         factor = gl.convert_layout(places[1], gl.SliceLayout(0, left.type.layout))
         factor = gl.expand_dims(factor, 0)
         _store(left * factor, out_ptr, places[0], column, n)
@@ -149,7 +139,7 @@ def _finish(
 
 @gluon.jit
 def _biased(acc, bias_ptr, column, n: gl.constexpr):
-    columns = column + gl.arange(0, _HALF, gl.SliceLayout(1, acc.type.layout))
+    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
     bias = gl.load(bias_ptr + columns, mask=columns < n, other=0.0)
     return acc + gl.expand_dims(bias.to(gl.float32), 1)
 
@@ -158,61 +148,42 @@ def _biased(acc, bias_ptr, column, n: gl.constexpr):
 def _halves(values):
     """Of the tokens: the first and the other."""
     tokens: gl.constexpr = values.shape[1] // 2
-    return gl.split(values.reshape([_HALF, 2, tokens]).permute((0, 2, 1)))
+    return gl.split(values.reshape([HALF, 2, tokens]).permute((0, 2, 1)))
 
 
 @gluon.jit
 def _multiply_tile(
     part: gl.constexpr,
-    x_ring, t_ring, w_ring, ready, free, bias_ptr, order_ptr, weights_ptr, out_ptr, at,
-    begin, end, column, tokens, second: gl.constexpr,
-    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr, TAIL: gl.constexpr,
+    x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, order_ptr, weights_ptr,
+    out_ptr, at, expert, begin, end, column, tokens, second: gl.constexpr, rows: gl.constexpr,
+    all_rows: gl.constexpr, n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `part`: its 64 rows of either half of a tile, from step `at` of the rings on; the
     step after it. The other half is `second` behind the first. TAIL: the tile has a box more."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MAIN, 16])
-    short: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 16])
-    left = gl.zeros([_HALF, _MAIN], gl.float32, layout)
-    right = gl.zeros([_HALF, _MAIN], gl.float32, layout)
-    short_left = gl.zeros([_HALF, _BOX], gl.float32, short)
-    short_right = gl.zeros([_HALF, _BOX], gl.float32, short)
     QUARTER: gl.constexpr = _MAIN // 2
+    column += part * HALF
     first = _places(order_ptr, weights_ptr, begin, end, tokens, choices, QUARTER, GATED)
     then = _places(order_ptr, weights_ptr, begin + QUARTER, end, tokens, choices, QUARTER, GATED)
     last = first
     if TAIL:
         last = _places(order_ptr, weights_ptr, begin + _MAIN, end, tokens, choices, _BOX, GATED)
-    for step in range(k // _DEPTH):
-        stage = at % _STAGES
-        mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
-        x = x_ring.index(stage).permute((1, 0))
-        w_left = w_ring.index(stage).slice(part * _HALF, _HALF, dim=0)
-        w_right = w_ring.index(stage).slice(_ROWS + part * _HALF, _HALF, dim=0)
-        left = warpgroup_mma(w_left, x, left, is_async=True)
-        right = warpgroup_mma(w_right, x, right, is_async=True)
-        if TAIL:
-            x = t_ring.index(stage).permute((1, 0))
-            short_left = warpgroup_mma(w_left, x, short_left, is_async=True)
-            short_right = warpgroup_mma(w_right, x, short_right, is_async=True)
-            left, right, short_left, short_right = warpgroup_mma_wait(
-                4, deps=[left, right, short_left, short_right]
-            )
-        else:
-            left, right = warpgroup_mma_wait(2, deps=[left, right])
-        # The products of the step before this one are done, and its place free.
-        mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
-        at += 1
-    if TAIL:
-        left, right, short_left, short_right = warpgroup_mma_wait(
-            0, deps=[left, right, short_left, short_right]
+    if KIND == PLAIN:
+        left, right, short_left, short_right, at = plain_sums(
+            part, x_ring, t_ring, w_ring, ready, free, at, k, STAGES, TAIL
         )
     else:
-        left, right = warpgroup_mma_wait(0, deps=[left, right])
-    mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
-    column += part * _HALF
+        row = expert * rows + column
+        left_tile = gl.minimum(row, all_rows - 64) // 64
+        right_tile = gl.minimum(row + second, all_rows - 64) // 64
+        left, right, short_left, short_right, at = code_sums(
+            part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, left_tile, right_tile,
+            at, k, STAGES, TAIL, KIND, GROUP, ZERO, UNPACK,
+        )  # fmt: skip
     if BIAS:
-        bound: gl.constexpr = n if GATED == _PLAIN else n + second
+        bound: gl.constexpr = n if GATED == _DOWN else n + second
+        bias_ptr += expert * rows
         left = _biased(left, bias_ptr, column, n)
         right = _biased(right, bias_ptr, column + second, bound)
         if TAIL:
@@ -230,12 +201,13 @@ def _multiply_tile(
 @gluon.jit
 def _multiply(
     part: gl.constexpr,
-    x_ring, t_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr, out_ptr,
-    tokens,
-    count: gl.constexpr, columns: gl.constexpr,
-    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
+    x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr,
+    weights_ptr, out_ptr, tokens,
+    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
+    rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     at = 0
     tiles = gl.load(block_ptr + 3 * count) * columns
@@ -243,55 +215,69 @@ def _multiply(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         # Read while this tile is multiplied.
         later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
+        column = tile % columns * step
         if end - begin > _MAIN:
             at = _multiply_tile(
-                part, x_ring, t_ring, w_ring, ready, free, bias_ptr + expert * rows, order_ptr,
-                weights_ptr, out_ptr, at, begin, end, tile % columns * step, tokens, second,
-                n, k, choices, BIAS, GATED, True,
+                part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
+                order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
+                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, True,
             )  # fmt: skip
         else:
             at = _multiply_tile(
-                part, x_ring, t_ring, w_ring, ready, free, bias_ptr + expert * rows, order_ptr,
-                weights_ptr, out_ptr, at, begin, end, tile % columns * step, tokens, second,
-                n, k, choices, BIAS, GATED, False,
+                part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
+                order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
+                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
+                False,
             )  # fmt: skip
         expert, begin, end = later
 
 
 @gluon.jit
 def _program(
-    x, w, bias_ptr, block_ptr, order_ptr, weights_ptr, tokens, out_ptr,
-    count: gl.constexpr, columns: gl.constexpr,
-    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
-    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
+    x, w, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr, weights_ptr, tokens, out_ptr,
+    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
+    rows: gl.constexpr, all_rows: gl.constexpr,
+    n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
-    gather: gl.constexpr = GATED != _PLAIN
-    boxes = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * _BOXES, _BOX, _DEPTH], w.layout)
-    t_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BOX, _DEPTH], w.layout)
-    w_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 2 * _ROWS, _DEPTH], w.layout)
-    x_ring = boxes.reinterpret(gl.bfloat16, [_STAGES, _MAIN, _DEPTH], w.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
+    """n: columns of the result. k: inputs of the weight, of which tokens have `inputs`."""
+    gather: gl.constexpr = GATED != _DOWN
+    panels: gl.constexpr = 1 if KIND == PLAIN else 2
+    panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    places: gl.constexpr = STAGES * panels
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [places * _BOXES, _BOX, _DEPTH], panel)
+    t_ring = gl.allocate_shared_memory(gl.bfloat16, [places, _BOX, _DEPTH], panel)
+    x_ring = boxes.reinterpret(gl.bfloat16, [places, _MAIN, _DEPTH], panel)
+    if KIND == PLAIN:
+        weight: gl.constexpr = 2 * _ROWS * _DEPTH * 2
+        w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * _ROWS, _DEPTH], w.layout)
+    else:
+        weight: gl.constexpr = 2 * _ROWS * w.block_shape[1] * 2
+        w_ring = gl.allocate_shared_memory(
+            w.dtype, [STAGES * (_ROWS // 32), 64, w.block_shape[1]], w.layout
+        )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2 if gather else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (
-                0, x_ring, t_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr,
-                weights_ptr, out_ptr, tokens, count, columns, step, second, rows, n, k, choices,
-                BIAS, GATED,
+                0, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
+                order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
+                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
             )),
             (_multiply, (
-                1, x_ring, t_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr,
-                weights_ptr, out_ptr, tokens, count, columns, step, second, rows, n, k, choices,
-                BIAS, GATED,
+                1, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
+                order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
+                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
             )),
             (copy, (
-                x, w, boxes, t_ring, w_ring, ready, free, block_ptr, order_ptr,
-                count, columns, step, second, rows, k, choices, gather,
+                x, w, boxes, t_ring, w_ring, ready, free, block_ptr, order_ptr, count, columns,
+                step, second, rows, inputs, k, choices, gather, weight, panels, STAGES,
             )),
         ],
         [4, 4 if gather else 1],
@@ -327,7 +313,7 @@ def experts(
     gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, order, weights, tokens
     hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
-    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _PLAIN.value, target)
+    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _DOWN.value, target)
     return parts.reshape(ids.shape[1], tokens, embed)
 
 
@@ -344,21 +330,34 @@ def _product(
     """[pairs, n]: gated, of tokens x, in the experts' order; else of hidden ones in that order, by
     choice and token."""
     count, rows, k = weight.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    found = stacked(weight)
+    assert found is not None, f"no kernel knows {type(weight)}"
+    codes, scale, zero = found.arrays
+    if found.operand is None:
+        constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
+        shape, box = (count * rows, k), (ROWS, DEPTH)
+    else:
+        constants = {**found.operand.constants, "STAGES": 3}
+        shape, box = (-1, codes.shape[-1]), (64, codes.shape[-1])
     step = ROWS if gated else 2 * ROWS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
     return triton_call(
-        x if gated else tensor_descriptor(x, (BOX, DEPTH), layout),
-        tensor_descriptor(weight.reshape(count * rows, k), (ROWS, DEPTH), layout),
-        weights if bias is None else bias, blocks, order, weights, tokens,
+        x if gated else tensor_descriptor(x, (BOX, DEPTH), _layout(DEPTH)),
+        tensor_descriptor(codes.reshape(shape), box, _layout(box[1])),
+        scale, zero, weights if bias is None else bias, blocks, order, weights, tokens,
         kernel=_program,
         name=f"experts_{'gate_up' if gated else 'down'}_hopper",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size, n), x.dtype),
         grid=(min(target.gpu.multiprocessors, blocks.shape[1] * columns),),
         num_warps=4,
-        count=blocks.shape[1], columns=columns, step=step,
-        second=n if gated else ROWS, rows=rows, n=n, k=k, choices=ids.shape[1],
-        BIAS=bias is not None, GATED=gated,
+        count=blocks.shape[1], columns=columns, step=step, second=n if gated else ROWS,
+        rows=rows, all_rows=count * rows, n=n, inputs=x.shape[1], k=k, choices=ids.shape[1],
+        BIAS=bias is not None, GATED=gated, **constants,
     )  # fmt: skip
+
+
+def _layout(words: int) -> Any:
+    """Of rows of so many words of 16 bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
