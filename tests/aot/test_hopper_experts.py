@@ -15,8 +15,8 @@ QWEN, GPT_OSS = (2048, 768), (2880, 2880)
 
 
 def compiled(name: str, sizes: tuple[int, int], *, gated: bool) -> Any:
-    from jaxserve_kernels.experts.hopper_rows import _program
-    from jaxserve_kernels.experts.hopper_rows_copy import BOX, DEPTH, ROWS
+    from jaxserve_kernels.experts.hopper import _program
+    from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, ROWS
 
     embed, width = sizes
     n, k = (width, embed) if gated else (embed, width)

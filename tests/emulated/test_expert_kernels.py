@@ -17,7 +17,6 @@ from jaxserve_kernels.experts import (
     Routing,
     experts,
     hopper,
-    hopper_rows,
     route,
 )
 from jaxserve_kernels.experts import triton as kernels
@@ -189,26 +188,24 @@ def test_dense_products_of_inputs_in_tiles_of_64(rows: int, target: Target) -> N
     )
 
 
-@pytest.mark.parametrize("module", [hopper, hopper_rows])
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oss"])
 @pytest.mark.parametrize("width", [128, 192])
-def test_many_tokens_on_hopper(activation: ExpertActivation, width: int, module: Any) -> None:
+def test_many_tokens_on_hopper(activation: ExpertActivation, width: int) -> None:
     """More tokens than a tile has, fewer than a warpgroup, an expert without any; and columns past
     the last."""
     args = made(200, embed=320, width=width, biases=activation == "swiglu_oss")
     target = gpu(90, multiprocessors=3)
-    found = module.experts(*args, activation, target=target)
+    found = hopper.experts(*args, activation, target=target)
     assert relative_error(summed(found), expected(*args, activation)) < 6e-3
 
 
-@pytest.mark.parametrize("module", [hopper, hopper_rows])
-def test_tiles_with_fewer_tokens_on_hopper(module: Any) -> None:
+def test_tiles_with_fewer_tokens_on_hopper() -> None:
     """Experts with a tile that is nearly full, with a small one, and with several."""
     x, ids, weights, w = made(170, embed=320, width=128)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
     ids = ids.at[140:, 0].set(0)
     ids = ids.at[140:, 1].set(jnp.where(jnp.arange(30) < 12, 3, 4))
-    found = module.experts(x, ids, weights, w, "silu", target=gpu(90, multiprocessors=3))
+    found = hopper.experts(x, ids, weights, w, "silu", target=gpu(90, multiprocessors=3))
     assert found.shape == (K, 170, 320) and found.dtype == x.dtype
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
 
@@ -220,5 +217,5 @@ def test_many_tokens_of_codes_on_hopper(name: str, biases: bool) -> None:
     embed, width = (320, 192) if biases else (256, 128)
     x, ids, weights, w = made(170, QUANTIZE[name], embed=embed, width=width, biases=biases)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
-    found = hopper_rows.experts(x, ids, weights, w, "silu", target=gpu(90, multiprocessors=3))
+    found = hopper.experts(x, ids, weights, w, "silu", target=gpu(90, multiprocessors=3))
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 7e-3

@@ -1,4 +1,4 @@
-"""What a warpgroup of `hopper_rows.py` computes: products of its rows of a weight with the tokens
+"""What a warpgroup of `hopper.py` computes: products of its rows of a weight with the tokens
 of a tile, as they are or unpacked in the registers that the tensor cores read."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.experts.hopper_rows_copy import BOX, DEPTH, MAIN, ROWS
+from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, INT8, MXFP4, OTHER
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     e2m1_times,
@@ -42,8 +42,8 @@ _INT8 = gl.constexpr(INT8.value)
 _INT4 = gl.constexpr(INT4.value)
 _MXFP4 = gl.constexpr(MXFP4.value)
 _LEVEL = gl.constexpr(191)
-"""Powers of MXFP4's blocks are taken relative to 2 ** (this - 127), and bfloat16 holds them from
-2 ** -62 to 2 ** 65: lesser ones are 0."""
+"""Powers of MXFP4's blocks are taken relative to 2 ** (this - 127): bfloat16 then holds those from
+2 ** -62 to 2 ** 65. Lesser ones are 0; greater ones no weight has."""
 _POWER = gl.constexpr(2.0**64)
 
 
