@@ -5,8 +5,8 @@
 Qwen3-4B's shape, random weights, 16 rows. Before each step as many pages come from the load ring as
 a case says, as beside restores from host memory. Nothing is copied from the host, so what differs
 from the step alone is the moves' own. In a second round eight chunks are always on their way to a
-ring, as beside real restores. Half a minute on a GPU. On a CPU --layers 2 --kv-gib 0.6 --context 300
-shows that it works.
+ring, as beside real restores. Half a minute on a GPU. With --layers 2 --kv-gib 0.6 --context 300
+a CPU shows that it works.
 """
 
 from __future__ import annotations
