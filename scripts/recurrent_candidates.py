@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
+import stream_k_candidate
 import triton
 import triton.language as tl
 from jax import Array
@@ -20,10 +21,11 @@ from jaxserve_kernels.causal_conv import triton as conv_kernels
 from jaxserve_kernels.gated_delta_rule import RuleConfig, RuleTokens, RuleWeights
 from jaxserve_kernels.gated_delta_rule import triton as rule_kernels
 from jaxserve_kernels.matmul import linear, plain
-from jaxserve_kernels.quantized_matmul import rules
+from jaxserve_kernels.quantized_matmul import rules, triton_streaming
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.weights import Int4Weight
 
 
 class Tile(NamedTuple):
@@ -191,6 +193,21 @@ def _parts(wanted: int, of: Callable[[Any], bool]) -> Any:
     return _products(change)
 
 
+def _stream_k(of: Callable[[Any, bool], bool], **changes: Any) -> Any:
+    """Some products by `stream_k_candidate`."""
+    streaming = triton_streaming.launch
+
+    def launch(x: Any, weight: Any, config: Any, out_type: Any, *, gated: bool, **rest: Any) -> Any:
+        tokens = x.shape[0]
+        own = isinstance(weight, Int4Weight) and tokens > 16 and config.splits == 1
+        if not (own and of(weight, gated)):
+            return streaming(x, weight, config, out_type, gated=gated, **rest)
+        config = replace(config, num_stages=3 if tokens > 32 else 5, unroll=1, **changes)
+        return stream_k_candidate.launch(x, weight, config, out_type, gated=gated, **rest)
+
+    return patch.object(triton_streaming, "launch", launch)
+
+
 def _is_tall(call: Any) -> bool:
     return call.out > 2 * call.depth
 
@@ -229,6 +246,10 @@ CANDIDATES: dict[str, Callable[[], list[Any]]] = {
     "out in 8": lambda: [_parts(8, _is_wide)],
     "next first": lambda: [_products(lambda _, config: replace(config, first=True))],
     "next last": lambda: [_products(lambda _, config: replace(config, first=False))],
+    "stream-k gate and up": lambda: [_stream_k(lambda _, gated: gated)],
+    "stream-k gate and up next first": lambda: [_stream_k(lambda _, gated: gated, first=True)],
+    "stream-k in_proj": lambda: [_stream_k(lambda _, gated: not gated)],
+    "stream-k both": lambda: [_stream_k(lambda _, gated: True)],
     "small things": lambda: [_gates_first(), _wide_conv(), _rule_patch(32, 4)],
 }
 

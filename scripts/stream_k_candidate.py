@@ -1,0 +1,217 @@
+"""Products of 17 to 64 tokens with 4-bit integers, by PDL: all programs multiply as many k-steps.
+
+As in `triton_streaming` codes wait in a ring in shared memory when the kernels before end. There a
+program has a tile of rows, and as many programs as a multiprocessor has room for rarely divide the
+tiles: the last ones run alone. Here the k-steps of all tiles are one sequence, of which each
+program takes as many as the others; its ring never runs empty between two tiles. Of a tile that
+several share each leaves its sums to the one before it, and the one that begins it has them all.
+That one ends last, so nobody waits long.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from jaxserve_kernels.activation import Activation, gating
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_k_step import add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.weights import Int4Weight
+
+_INT4 = gl.constexpr(INT4.value)
+_NO_ZERO = gl.constexpr(NO_ZERO.value)
+_ROWS = gl.constexpr(64)
+"""Of a tile."""
+
+
+@gluon.jit
+def _copy_codes(
+    packed_ptr, scale_ptr, zero_ptr, words, scales, zeros, tile, k_step,
+    n: gl.constexpr, tiles: gl.constexpr, groups: gl.constexpr, K_TILES: gl.constexpr,
+    ZERO: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """A k-step of a tile of rows: codes, and what belongs to them."""
+    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first = k_step * K_TILES
+    lane = gl.arange(0, K_TILES * _ROWS, gl.SliceLayout(1, word_copy))
+    row = rows_of(tile, lane % _ROWS, n, GATED, _ROWS)
+    at = (row // 64 * tiles + first + lane // _ROWS).to(gl.int64) * 2048 + row % 64 * 32
+    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
+    async_copy.async_load(words, packed_ptr + at[:, None] + word)
+    lane = gl.arange(0, K_TILES * groups * _ROWS, flat)
+    row = rows_of(tile, lane % _ROWS, n, GATED, _ROWS)
+    at = row // 64 * tiles + first + lane // (groups * _ROWS)
+    at = (at * groups + lane // _ROWS % groups) * 64 + row % 64
+    async_copy.async_load(scales, scale_ptr + at)
+    if ZERO != _NO_ZERO:
+        async_copy.async_load(zeros, zero_ptr + at)
+
+
+@gluon.jit
+def _copy_tokens(
+    x_ptr, place, k_step, tokens: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
+    K_TILES: gl.constexpr,
+):  # fmt: skip
+    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
+    depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
+    source = x_ptr + lane % TOKENS * k + (k_step * K_TILES + lane // TOKENS) * 128 + depth
+    there, _ = gl.broadcast(lane % TOKENS < tokens, source)
+    async_copy.async_load(place, source, mask=there)
+
+
+@gluon.jit
+def _share(acc, partial_ptr, flag_ptr, begins, ends):
+    """The sums of a program's part of a tile: with those of the parts behind it, which the next
+    program has left; left to the program before, unless this one begins the tile. All programs run
+    at once (`residency`)."""
+    program = gl.program_id(0)
+    TOKENS: gl.constexpr = acc.shape[1]
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
+    partial = partial_ptr + program * (_ROWS * TOKENS) + row * TOKENS + token
+    if not ends:
+        while gl.atomic_add(flag_ptr + program + 1, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        gl.barrier()
+        acc += gl.load(partial + _ROWS * TOKENS)
+    if not begins:
+        gl.store(partial, acc)
+        gl.barrier()
+        gl.atomic_xchg(flag_ptr + program, 1, sem="release", scope="gpu")
+    return acc
+
+
+@gluon.jit
+def _product(
+    x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, GATED: gl.constexpr,
+    TOKENS: gl.constexpr, K_TILES: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
+    FIRST: gl.constexpr, EARLY: gl.constexpr = False,
+):  # fmt: skip
+    """n: rows of the result; gated, half of the weight's. A program has EACH k-steps, of K_TILES
+    tiles of inputs; the last one may have fewer."""
+    gl.static_assert(KIND == _INT4)
+    tiles: gl.constexpr = k // 128
+    steps: gl.constexpr = tiles // K_TILES
+    groups: gl.constexpr = 128 // GROUP
+    rows: gl.constexpr = 2 * n if GATED else n
+    ahead: gl.constexpr = STAGES - 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    begin = gl.program_id(0) * EACH
+    count = gl.minimum(EACH, rows // _ROWS * steps - begin)
+
+    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
+    per_k_step: gl.constexpr = K_TILES * groups * _ROWS
+    word_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, K_TILES * _ROWS, 32], word_tile)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K_TILES * TOKENS, 128], x_tile)
+    scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, per_k_step], row_tile)
+    zero_ring = scale_ring
+    if ZERO != _NO_ZERO:
+        zero_ring = gl.allocate_shared_memory(
+            zero_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
+        )
+
+    if EARLY and FIRST:
+        gdc_launch_dependents()
+    for step in gl.static_range(ahead):
+        if step < count:
+            at = begin + step
+            _copy_codes(
+                packed_ptr, scale_ptr, zero_ptr, word_ring.index(step), scale_ring.index(step),
+                zero_ring.index(step), at // steps, at % steps, n, tiles, groups, K_TILES, ZERO,
+                GATED,
+            )  # fmt: skip
+        async_copy.commit_group()
+    if EARLY:
+        gdc_wait()
+    for step in gl.static_range(ahead):
+        if step < count:
+            place = x_ring.index(step)
+            _copy_tokens(x_ptr, place, (begin + step) % steps, tokens, k, TOKENS, K_TILES)
+        async_copy.commit_group()
+
+    acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
+    slot = 0
+    for step in range(count):
+        async_copy.wait_group(ahead - 1)
+        gl.barrier()
+        fence_async_shared()
+        if step + ahead < count:
+            place = gl.where(slot == 0, ahead, slot - 1)
+            at = begin + step + ahead
+            _copy_codes(
+                packed_ptr, scale_ptr, zero_ptr, word_ring.index(place), scale_ring.index(place),
+                zero_ring.index(place), at // steps, at % steps, n, tiles, groups, K_TILES, ZERO,
+                GATED,
+            )  # fmt: skip
+            _copy_tokens(x_ptr, x_ring.index(place), at % steps, tokens, k, TOKENS, K_TILES)
+        async_copy.commit_group()
+        acc = add_k_steps(
+            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
+            x_ring.index(slot), K_TILES, groups, _ROWS, TOKENS, KIND, ZERO,
+        )  # fmt: skip
+        slot = gl.where(slot == ahead, 0, slot + 1)
+        at = (begin + step) % steps
+        if (at == steps - 1) | (step == count - 1):
+            if EARLY and not FIRST:
+                if step == count - 1:
+                    gdc_launch_dependents()
+            begins = step >= at
+            acc = _share(acc * 64.0, partial_ptr, flag_ptr, begins, at == steps - 1)  # less_zero
+            if begins:
+                finish(acc, out_ptr, (begin + step) // steps, tokens, n, GATED)
+            acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
+
+
+def fits(tokens: int, depth: int, config: Config) -> bool:
+    return tokens > 16 and depth // 128 % config.unroll == 0
+
+
+def launch(
+    x: Array,
+    weight: Int4Weight,
+    config: Config,
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    gated: bool,
+    activation: Activation = "silu",
+    target: Target,
+) -> Array:
+    """The product, of type `out_type`: see `api`."""
+    tokens, k = x.shape
+    total = weight.shape[0] // _ROWS.value * (k // 128 // config.unroll)
+    each = -(-total // (3 * target.gpu.multiprocessors))
+    programs = -(-total // each)
+    return triton_call(
+        x, *arrays(weight),
+        kernel=_product,
+        name=f"{'gated_' if gated else ''}linear_stream_k_{type(weight).__name__}",
+        target=target,
+        out_type=(
+            out_type,
+            jax.ShapeDtypeStruct((programs, _ROWS.value, config.tokens), jnp.float32),
+            jax.ShapeDtypeStruct((programs,), jnp.int32),
+        ),
+        zeroed_outputs=(2,),
+        together=True,
+        grid=(programs,),
+        num_warps=4,
+        tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
+        GATED=gating(activation, gated=gated),
+        TOKENS=config.tokens, K_TILES=config.unroll, STAGES=config.num_stages, EACH=each,
+        FIRST=config.first,
+    )[0]  # fmt: skip
