@@ -25,7 +25,7 @@ from jaxserve_kernels.quantized_matmul import rules, triton_streaming
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.weights import Int4Weight
+from jaxserve_kernels.weights import Int4Weight, Kind
 
 
 class Tile(NamedTuple):
@@ -208,6 +208,16 @@ def _stream_k(of: Callable[[Any, bool], bool], **changes: Any) -> Any:
     return patch.object(triton_streaming, "launch", launch)
 
 
+def _whole_sums(of: Callable[[Any], bool]) -> Any:
+    """Some products in no parts, where `stream_k_candidate` takes them."""
+
+    def change(call: Any, config: Any) -> Any:
+        own = call.operand.kind == Kind.INT4 and call.tokens > 16 and of(call)
+        return replace(config, splits=1) if own else config
+
+    return _products(change)
+
+
 def _is_tall(call: Any) -> bool:
     return call.out > 2 * call.depth
 
@@ -250,6 +260,15 @@ CANDIDATES: dict[str, Callable[[], list[Any]]] = {
     "stream-k gate and up next first": lambda: [_stream_k(lambda _, gated: gated, first=True)],
     "stream-k in_proj": lambda: [_stream_k(lambda _, gated: not gated)],
     "stream-k both": lambda: [_stream_k(lambda _, gated: True)],
+    "stream-k all": lambda: [_whole_sums(lambda call: True), _stream_k(lambda _, gated: True)],
+    "stream-k all next last": lambda: [
+        _whole_sums(lambda call: True),
+        _stream_k(lambda _, gated: True, first=False),
+    ],
+    "stream-k all but out": lambda: [
+        _whole_sums(lambda call: call.depth > 10_000),
+        _stream_k(lambda _, gated: True),
+    ],
     "small things": lambda: [_gates_first(), _wide_conv(), _rule_patch(32, 4)],
 }
 

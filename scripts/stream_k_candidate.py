@@ -4,8 +4,8 @@ As in `triton_streaming` codes wait in a ring in shared memory when the kernels 
 program has a tile of rows, and as many programs as a multiprocessor has room for rarely divide the
 tiles: the last ones run alone. Here the k-steps of all tiles are one sequence, of which each
 program takes as many as the others; its ring never runs empty between two tiles. Of a tile that
-several share each leaves its sums to the one before it, and the one that begins it has them all.
-That one ends last, so nobody waits long.
+several share the one that begins it adds what the others leave. It is the last thing that it does,
+and most others have done it as their first.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ def _copy_tokens(
 
 
 @gluon.jit
-def _share(acc, partial_ptr, flag_ptr, begins, ends):
-    """The sums of a program's part of a tile: with those of the parts behind it, which the next
-    program has left; left to the program before, unless this one begins the tile. All programs run
-    at once (`residency`)."""
+def _share(acc, partial_ptr, flag_ptr, begins, behind):
+    """The sums of a program's part of a tile. Of one that begins the tile, with those of so many
+    programs behind; any other leaves them. All programs run at once (`residency`)."""
     program = gl.program_id(0)
     TOKENS: gl.constexpr = acc.shape[1]
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
-    partial = partial_ptr + program * (_ROWS * TOKENS) + row * TOKENS + token
-    if not ends:
-        while gl.atomic_add(flag_ptr + program + 1, 0, sem="acquire", scope="gpu") == 0:
-            pass
-        gl.barrier()
-        acc += gl.load(partial + _ROWS * TOKENS)
-    if not begins:
-        gl.store(partial, acc)
+    partial = partial_ptr + row * TOKENS + token
+    if begins:
+        for other in range(program + 1, program + 1 + behind):
+            while gl.atomic_add(flag_ptr + other, 0, sem="acquire", scope="gpu") == 0:
+                pass
+            gl.barrier()
+            acc += gl.load(partial + other * (_ROWS * TOKENS))
+    else:
+        gl.store(partial + program * (_ROWS * TOKENS), acc)
         gl.barrier()
         gl.atomic_xchg(flag_ptr + program, 1, sem="release", scope="gpu")
     return acc
@@ -167,18 +167,15 @@ def _product(
         slot = gl.where(slot == ahead, 0, slot + 1)
         at = (begin + step) % steps
         if (at == steps - 1) | (step == count - 1):
-            if EARLY and not FIRST:
+            if EARLY and not FIRST:  # noqa: SIM102  (known beforehand)
                 if step == count - 1:
                     gdc_launch_dependents()
             begins = step >= at
-            acc = _share(acc * 64.0, partial_ptr, flag_ptr, begins, at == steps - 1)  # less_zero
+            behind = (steps - 1 - at + EACH - 1) // EACH
+            acc = _share(acc * 64.0, partial_ptr, flag_ptr, begins, behind)  # less_zero
             if begins:
                 finish(acc, out_ptr, (begin + step) // steps, tokens, n, GATED)
             acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
-
-
-def fits(tokens: int, depth: int, config: Config) -> bool:
-    return tokens > 16 and depth // 128 % config.unroll == 0
 
 
 def launch(
