@@ -6,9 +6,9 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,21 +30,24 @@ def kernel_runs(run: Callable[[], object]) -> list[KernelRun]:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             jax.block_until_ready(run())
         trace = next(Path(folder).rglob("perfetto_trace.json.gz"))
-        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        return runs_of(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+
+
+def runs_of(events: Sequence[Mapping[str, Any]]) -> list[KernelRun]:
+    """The kernels among the events of a trace."""
     cards = {
         event["pid"]
         for event in events
         if event.get("name") == "process_name" and "/device:GPU" in event["args"]["name"]
     }
     kernels = [
-        (event["ts"], event["ts"] + event["dur"], event["name"])
+        (event["ts"] + event["dur"], event["dur"], event["name"])
         for event in events
         if event.get("pid") in cards and "correlation_id" in event.get("args", {})
     ]
     found: list[KernelRun] = []
     before = 0.0
-    for start, end, name in sorted(kernels, key=lambda kernel: kernel[1]):
-        adds = end - max(before, start)
-        found.append(KernelRun(re.sub(r"(_\d+)+$", "", name), end - start, adds))
+    for end, us, name in sorted(kernels):
+        found.append(KernelRun(re.sub(r"(_\d+)+$", "", name), us, min(us, end - before)))
         before = end
     return found
