@@ -34,40 +34,35 @@ _ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _copy_codes(
-    packed_ptr, scale_ptr, zero_ptr, words, scales, zeros, tile, k_step,
-    n: gl.constexpr, tiles: gl.constexpr, groups: gl.constexpr, K_TILES: gl.constexpr,
-    ZERO: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """A k-step of a tile of rows: codes, and what belongs to them."""
-    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    first = k_step * K_TILES
-    lane = gl.arange(0, K_TILES * _ROWS, gl.SliceLayout(1, word_copy))
-    row = rows_of(tile, lane % _ROWS, n, GATED, _ROWS)
-    at = (row // 64 * tiles + first + lane // _ROWS).to(gl.int64) * 2048 + row % 64 * 32
-    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
-    async_copy.async_load(words, packed_ptr + at[:, None] + word)
-    lane = gl.arange(0, K_TILES * groups * _ROWS, flat)
-    row = rows_of(tile, lane % _ROWS, n, GATED, _ROWS)
-    at = row // 64 * tiles + first + lane // (groups * _ROWS)
-    at = (at * groups + lane // _ROWS % groups) * 64 + row % 64
-    async_copy.async_load(scales, scale_ptr + at)
-    if ZERO != _NO_ZERO:
-        async_copy.async_load(zeros, zero_ptr + at)
+def _places(tile, k_step, tiles: gl.constexpr, K_TILES: gl.constexpr, GATED: gl.constexpr):
+    """Where a k-step of a tile of rows is, from where that of the first tile is: of codes and of
+    the scales of a group. Gated, 64 rows of gate, and of up, are two tiles'."""
+    if GATED:
+        block = (tile // 2 * tiles + k_step * K_TILES).to(gl.int64)
+        row = tile % 2 * 32
+    else:
+        block = (tile * tiles + k_step * K_TILES).to(gl.int64)
+        row = 0
+    return block, row
 
 
 @gluon.jit
-def _copy_tokens(
-    x_ptr, place, k_step, tokens: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr,
-    K_TILES: gl.constexpr,
+def _copy(
+    words, scales, zeros, x, word_place, scale_place, zero_place, x_place, step, there,
+    steps: gl.constexpr, tiles: gl.constexpr, groups: gl.constexpr, K_TILES: gl.constexpr,
+    ZERO: gl.constexpr, GATED: gl.constexpr, CODES: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
-    depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
-    source = x_ptr + lane % TOKENS * k + (k_step * K_TILES + lane // TOKENS) * 128 + depth
-    there, _ = gl.broadcast(lane % TOKENS < tokens, source)
-    async_copy.async_load(place, source, mask=there)
+    """A k-step of those of all tiles: CODES and what belongs to them, and TOKENS."""
+    k_step = step % steps
+    if CODES:
+        block, row = _places(step // steps, k_step, tiles, K_TILES, GATED)
+        async_copy.async_load(word_place, words + (block * 2048 + row * 32))
+        at = block * (groups * 64) + row
+        async_copy.async_load(scale_place, scales + at)
+        if ZERO != _NO_ZERO:
+            async_copy.async_load(zero_place, zeros + at)
+    if TOKENS:
+        async_copy.async_load(x_place, x + k_step * (K_TILES * 128), mask=there)
 
 
 @gluon.jit
@@ -102,7 +97,7 @@ def _product(
 ):  # fmt: skip
     """n: rows of the result; gated, half of the weight's. A program has EACH k-steps, of K_TILES
     tiles of inputs; the last one may have fewer."""
-    gl.static_assert(KIND == _INT4)
+    gl.static_assert(KIND == _INT4 and n % 64 == 0)
     tiles: gl.constexpr = k // 128
     steps: gl.constexpr = tiles // K_TILES
     groups: gl.constexpr = 128 // GROUP
@@ -125,23 +120,44 @@ def _product(
             zero_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
         )
 
+    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    lane = gl.arange(0, K_TILES * _ROWS, gl.SliceLayout(1, word_copy))
+    row = rows_of(0, lane % _ROWS, n, GATED, _ROWS)
+    words = (row // 64 * tiles + lane // _ROWS).to(gl.int64) * 2048 + row % 64 * 32
+    words = packed_ptr + words[:, None] + gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
+    lane = gl.arange(0, per_k_step, flat)
+    row = rows_of(0, lane % _ROWS, n, GATED, _ROWS)
+    of_row = (row // 64 * tiles + lane // (groups * _ROWS)) * groups + lane // _ROWS % groups
+    scales = scale_ptr + of_row * 64 + row % 64
+    zeros = scales
+    if ZERO != _NO_ZERO:
+        zeros = zero_ptr + of_row * 64 + row % 64
+    lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
+    depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
+    x = x_ptr + lane % TOKENS * k + lane // TOKENS * 128 + depth
+    there, _ = gl.broadcast(lane % TOKENS < tokens, x)
+
     if EARLY and FIRST:
         gdc_launch_dependents()
     for step in gl.static_range(ahead):
         if step < count:
-            at = begin + step
-            _copy_codes(
-                packed_ptr, scale_ptr, zero_ptr, word_ring.index(step), scale_ring.index(step),
-                zero_ring.index(step), at // steps, at % steps, n, tiles, groups, K_TILES, ZERO,
-                GATED,
+            _copy(
+                words, scales, zeros, x, word_ring.index(step), scale_ring.index(step),
+                zero_ring.index(step), x_ring.index(step), begin + step, there, steps, tiles,
+                groups, K_TILES, ZERO, GATED, True, False,
             )  # fmt: skip
         async_copy.commit_group()
     if EARLY:
         gdc_wait()
     for step in gl.static_range(ahead):
         if step < count:
-            place = x_ring.index(step)
-            _copy_tokens(x_ptr, place, (begin + step) % steps, tokens, k, TOKENS, K_TILES)
+            _copy(
+                words, scales, zeros, x, word_ring.index(step), scale_ring.index(step),
+                zero_ring.index(step), x_ring.index(step), begin + step, there, steps, tiles,
+                groups, K_TILES, ZERO, GATED, False, True,
+            )  # fmt: skip
         async_copy.commit_group()
 
     acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
@@ -152,13 +168,11 @@ def _product(
         fence_async_shared()
         if step + ahead < count:
             place = gl.where(slot == 0, ahead, slot - 1)
-            at = begin + step + ahead
-            _copy_codes(
-                packed_ptr, scale_ptr, zero_ptr, word_ring.index(place), scale_ring.index(place),
-                zero_ring.index(place), at // steps, at % steps, n, tiles, groups, K_TILES, ZERO,
-                GATED,
+            _copy(
+                words, scales, zeros, x, word_ring.index(place), scale_ring.index(place),
+                zero_ring.index(place), x_ring.index(place), begin + step + ahead, there, steps,
+                tiles, groups, K_TILES, ZERO, GATED, True, True,
             )  # fmt: skip
-            _copy_tokens(x_ptr, x_ring.index(place), at % steps, tokens, k, TOKENS, K_TILES)
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
