@@ -177,7 +177,8 @@ def measure(case: Case, bench: Bench, args: argparse.Namespace) -> list[Measured
     does."""
     names: list[str | None] = [None]
     if args.candidates and case.kind == "decode":
-        names = args.candidates.split(",")
+        pairs = [name.split("@") for name in args.candidates.split(",")]
+        names = [pair[0] for pair in pairs if not pair[1:] or int(pair[1]) == case.tokens]
     x = jax.random.normal(jax.random.key(0), (case.tokens, bench.spec.embed), jnp.bfloat16)
     programs = {name: compiled(name, case, bench, x) for name in names}
     state, expected = new_state(bench), None

@@ -41,6 +41,8 @@ class Tile(NamedTuple):
     """Neighbours have other rows, not the columns and heads beside."""
     hint: bool = False
     """State is evicted first."""
+    one_pass: bool = False
+    """Both reads of the state are of that before the token."""
 
 
 @triton.jit
@@ -50,7 +52,8 @@ def _rule(
     slots, stride, z_stride, columns: tl.constexpr, parts: tl.constexpr, z_parts: tl.constexpr,
     key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr, eps: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
-    ROWS_FIRST: tl.constexpr, HINT: tl.constexpr, EARLY: tl.constexpr = False,
+    ROWS_FIRST: tl.constexpr, HINT: tl.constexpr, ONE_PASS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Each row is a token."""
     blocks: tl.constexpr = VALUE // COLUMNS
@@ -105,15 +108,23 @@ def _rule(
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
     # log(1 + exp(a)) without overflow
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-    state *= tl.exp(decay * softplus)[:, None]
-    found = tl.sum(state * k[:, None], axis=0)
-    write = (v - found) / (1.0 + tl.exp(-b))
-    state += k[:, None] * write[None, :]
+    forget = tl.exp(decay * softplus)
+    if ONE_PASS:
+        found = tl.sum(state * k[:, None], axis=0) * forget
+        read = tl.sum(state * q[:, None], axis=0) * forget
+        write = (v - found) / (1.0 + tl.exp(-b))
+        state = state * forget[:, None] + k[:, None] * write[None, :]
+        out = (read + tl.sum(k * q, axis=0) * write).to(dtype)
+    else:
+        state *= forget[:, None]
+        found = tl.sum(state * k[:, None], axis=0)
+        write = (v - found) / (1.0 + tl.exp(-b))
+        state += k[:, None] * write[None, :]
+        out = tl.sum(state * q[:, None], axis=0).to(dtype)
     if HINT:
         tl.store(tile, state, mask=inside & real, eviction_policy="evict_first")
     else:
         tl.store(tile, state, mask=inside & real)
-    out = tl.sum(state * q[:, None], axis=0).to(dtype)
     if NORM:
         x = out.to(tl.float32)
         x *= tl.rsqrt(tl.sum(x * x, axis=0) / VALUE + eps)
@@ -147,7 +158,7 @@ def rule_by(tile: Tile) -> Callable[..., Any]:
             columns=columns, parts=tokens.gates.shape[0], z_parts=parts,
             key_heads=heads.key_heads, value_heads=heads.value_heads, scale=heads.key_dim**-0.5,
             eps=config.eps, KEY=heads.key_dim, VALUE=heads.value_dim, COLUMNS=width,
-            NORM=tile.norm, ROWS_FIRST=tile.rows_first, HINT=tile.hint,
+            NORM=tile.norm, ROWS_FIRST=tile.rows_first, HINT=tile.hint, ONE_PASS=tile.one_pass,
         )  # fmt: skip
         if not tile.norm:
             out = rule_kernels._normed(out, tokens, weights, config=config, target=target)
@@ -238,7 +249,7 @@ def _parts(wanted: int, of: Callable[[Any], bool]) -> Any:
     return _products(change)
 
 
-def _stream_k(of: Callable[[Any, bool], bool], **changes: Any) -> Any:
+def _stream_k(of: Callable[[Any, bool], bool], at_once: int = 3, **changes: Any) -> Any:
     """Some products by `stream_k_candidate`."""
     streaming = triton_streaming.launch
 
@@ -247,7 +258,8 @@ def _stream_k(of: Callable[[Any, bool], bool], **changes: Any) -> Any:
         own = isinstance(weight, Int4Weight) and tokens > 16 and config.splits == 1
         if not (own and of(weight, gated)):
             return streaming(x, weight, config, out_type, gated=gated, **rest)
-        config = replace(config, num_stages=3 if tokens > 32 else 5, unroll=1, **changes)
+        stages = (3 if tokens > 32 else 5) if at_once == 3 else (2 if tokens > 32 else 3)
+        config = replace(config, num_stages=stages, unroll=1, **changes)
         return stream_k_candidate.launch(x, weight, config, out_type, gated=gated, **rest)
 
     return patch.object(triton_streaming, "launch", launch)
@@ -259,6 +271,19 @@ def _whole_sums(of: Callable[[Any], bool]) -> Any:
     def change(call: Any, config: Any) -> Any:
         own = call.operand.kind == Kind.INT4 and call.tokens > 16 and of(call)
         return replace(config, splits=1) if own else config
+
+    return _products(change)
+
+
+def _four_at_once() -> Any:
+    """Rings that leave room for four programs; 80 tiles of rows in 6 parts are 480."""
+
+    def change(call: Any, config: Any) -> Any:
+        if call.tokens <= 16 or call.gated:
+            return config
+        splits = 1 if call.out > call.depth else -(-call.tiles // -(-call.tiles // 6))
+        stages = 2 if call.tokens > 32 else 3
+        return replace(config, num_stages=stages, unroll=1, splits=splits)
 
     return _products(change)
 
@@ -316,6 +341,17 @@ CANDIDATES: dict[str, Callable[[], list[Any]]] = {
         _whole_sums(lambda call: call.depth > 10_000),
         _stream_k(lambda _, gated: True),
     ],
+    "A": lambda: [_rule_patch(64, 4), _stream_k(lambda _, gated: gated)],
+    "B": lambda: [_rule_patch(64, 4), _stream_k(lambda _, gated: gated, 4)],
+    "C": lambda: [_rule_patch(64, 4), _four_at_once(), _stream_k(lambda _, gated: True, 4)],
+    "D": lambda: [
+        _rule_patch(64, 4),
+        _whole_sums(lambda call: True),
+        _stream_k(lambda _, gated: True, 4),
+    ],
+    "R": lambda: [_rule_patch(64, 4, one_pass=True)],
+    "R8": lambda: [_rule_patch(32, 4, one_pass=True)],
+    "P": lambda: [prefetched(8), _rule_patch(64, 4)],
     "small things": lambda: [_gates_first(), _wide_conv(), _rule_patch(32, 4)],
 }
 

@@ -192,6 +192,10 @@ def _product(
             acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
 
 
+STAGES_OF_3 = {64: 3, 32: 5}
+"""Rings with which a multiprocessor has three programs; with shallower ones it has four."""
+
+
 def launch(
     x: Array,
     weight: Int4Weight,
@@ -205,7 +209,8 @@ def launch(
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
     total = weight.shape[0] // _ROWS.value * (k // 128 // config.unroll)
-    each = -(-total // (3 * target.gpu.multiprocessors))
+    at_once = 3 if config.num_stages > STAGES_OF_3[config.tokens] - 1 else 4
+    each = -(-total // (at_once * target.gpu.multiprocessors))
     programs = -(-total // each)
     return triton_call(
         x, *arrays(weight),

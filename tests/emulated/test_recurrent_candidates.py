@@ -19,7 +19,7 @@ CONFIG = RuleConfig(heads=HEADS, block=16, eps=1e-6)
 
 
 @pytest.mark.parametrize(
-    "tile", [Tile(32, 4), Tile(64, 8, norm=True), Tile(32, 4, rows_first=True)], ids=str
+    "tile", [Tile(32, 4), Tile(64, 8, norm=True), Tile(32, 4, one_pass=True)], ids=str
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_rows(tile: Tile, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from tests.emulator.targets import gpu
 @pytest.mark.parametrize("tokens", [20, 40])
 @pytest.mark.parametrize("out", [64, 640, 1024])
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-zeros"])
+@pytest.mark.parametrize("stages", [2, 3])
 def test_products(
-    name: str, out: int, tokens: int, programs: int, monkeypatch: pytest.MonkeyPatch
+    name: str, out: int, tokens: int, programs: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_k_candidate, "triton_call", triton_call)
     target = gpu(90, multiprocessors=programs)
@@ -25,7 +26,7 @@ def test_products(
     call = config.Call.of(weight, tokens, gated=False, target=target)
     assert call is not None
     chosen = config.Config(
-        method="streaming", tokens=32 if tokens <= 32 else 64, num_stages=3,
+        method="streaming", tokens=32 if tokens <= 32 else 64, num_stages=stages,
         unroll=2 if tokens <= 32 else 1,
     )  # fmt: skip
     found = product(stream_k_candidate, x, weight, chosen, target)
