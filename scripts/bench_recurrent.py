@@ -22,7 +22,7 @@ import json
 import math
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +55,6 @@ from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 
 LAYERS = 4
-BOUND = 0.03
-"""Of the errors of a candidate, whose first difference in rounding all later layers have."""
 TINY = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_width=4, block=16)
 
 
@@ -102,9 +100,8 @@ def main() -> None:
     }
     bench = Bench(spec, random_weights(spec, args), max(args.rows) + 1, args.whole)
     for case in cases:
-        for found in measure(case, bench, args):
-            result["cases"].append(describe(case, bench, found, copied))
-            print(json.dumps(result["cases"][-1]), flush=True)
+        result["cases"].append(describe(case, bench, measure(case, bench, args), copied))
+        print(json.dumps(result["cases"][-1]), flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -120,12 +117,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="layers with their feed-forward")
     parser.add_argument("--rows", type=sizes, help="of decode steps; default 1,8,64")
     parser.add_argument("--prompts", type=sizes, help="tokens; default 2048,8192")
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="what each kernel adds; of the fastest candidate, too",
-    )
-    parser.add_argument("--candidates", help="names by commas: other kernels of decode steps")
+    parser.add_argument("--profile", action="store_true", help="what each kernel adds, too")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--out", type=Path, help="the result as JSON, written after each case")
     args = parser.parse_args()
@@ -163,147 +155,103 @@ def step_of(case: Case, slots: int, block: int) -> RecurrentStep:
     return RecurrentStep.of_rows(jnp.zeros_like(ints), ints, row, last, prompts, block)
 
 
-class Measured(NamedTuple):
-    """A program, or another one that computes the same."""
+class Program(NamedTuple):
+    """Compiled, with what it runs on."""
 
-    candidate: str | None
-    seconds: float
-    """Of all layers."""
-    more: dict[str, Any]
+    run: Callable[..., Any]
+    """(x, state, weights, step) -> output, state."""
+    x: jax.Array
+    step: RecurrentStep
+
+    @classmethod
+    def of(cls, case: Case, bench: Bench) -> Program:
+        assert bench.spec.state is not None
+        step = step_of(case, bench.slots, bench.spec.state.delta_net.block)
+        target, shape = Target.here(), (case.tokens, bench.spec.embed)
+
+        def layers(
+            x: jax.Array, state: RecurrentState, weights: tuple[Layer, ...], step: RecurrentStep,
+            *, target: Target,
+        ) -> Any:  # fmt: skip
+            normed = x
+            for index, layer in enumerate(weights):
+                own = (x, normed, state, layer, index, step)
+                x, normed, state = one_layer(*own, bench, target=target)
+            return normed, state
+
+        def run(*args: Any) -> Any:
+            if case.kind == "decode":
+                return pdl.call(layers, *args, target=target)
+            return layers(*args, target=target)
+
+        x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+        return cls(jax.jit(run, donate_argnums=1), x, step)
+
+    def calls(self, state: RecurrentState, bench: Bench, count: int) -> RecurrentState:
+        """The state behind so many; waits for them."""
+        for _ in range(count):
+            out, state = self.run(self.x, state, bench.weights, self.step)
+            del out
+        return jax.block_until_ready(state)
 
 
-def measure(case: Case, bench: Bench, args: argparse.Namespace) -> list[Measured]:
-    """The case's program, or all candidates in turns, each of which must give what the first one
-    does."""
-    names: list[str | None] = [None]
-    if args.candidates and case.kind == "decode":
-        pairs = [name.split("@") for name in args.candidates.split(",")]
-        names = [pair[0] for pair in pairs if not pair[1:] or int(pair[1]) == case.tokens]
-    x = jax.random.normal(jax.random.key(0), (case.tokens, bench.spec.embed), jnp.bfloat16)
-    programs = {name: compiled(name, case, bench, x) for name in names}
-    state, expected = new_state(bench), None
-    more: dict[str | None, dict[str, Any]] = {name: {} for name in names}
-    for name, program in programs.items():
-        out, state = program(x, state, bench.weights)
-        if len(names) == 1:
-            continue
-        expected = expected or (out, jax.tree.map(jnp.copy, state))
-        more[name]["errors"] = errors(expected, (out, state))
-        assert all(error < BOUND for error in more[name]["errors"]), (name, more[name])
-        state = jax.tree.map(lambda each, fresh: each.at[:].set(fresh), state, new_state(bench))
-    del expected
-    best = dict.fromkeys(names, math.inf)
+def one_layer(
+    x: jax.Array, normed: Any, state: Any, layer: Layer, index: int, step: RecurrentStep,
+    bench: Bench, *, target: Target,
+) -> Any:  # fmt: skip
+    """x, x with the next norm, and the state."""
+    assert layer.delta is not None
+    spec = bench.spec
+    own = (layer.delta, normed, state, index, step, spec)
+    mixed, state = delta_net.mix(*own, target=target)
+    if bench.whole:
+        norm = Norm(layer.attention_norm)
+        return *feed_forward(layer, norm, x, mixed, spec, target=target), state
+    x, out = add_linear(x, mixed, layer.delta.out, biased=False, target=target)
+    return *add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, target=target), state
+
+
+def measure(case: Case, bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of a layer, and of its kernels."""
+    shapes = delta_net.abstract_state(bench.spec, jnp.bfloat16, bench.slots)
+    state: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    program = Program.of(case, bench)
+    state, best = program.calls(state, bench, 1), math.inf  # compiles
     for _ in range(RUNS):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            for _ in range(case.calls):
-                out, state = program(x, state, bench.weights)
-            jax.block_until_ready(out)
-            best[name] = min(best[name], (time.perf_counter() - start) / case.calls)
+        start = time.perf_counter()
+        state = program.calls(state, bench, case.calls)
+        best = min(best, (time.perf_counter() - start) / case.calls)
+    found: dict[str, Any] = {"us": best / LAYERS * 1e6}
     if args.profile:
-        for name in dict.fromkeys((names[0], min(names, key=best.__getitem__))):
-            more[name]["kernels_us"], state = profiled(programs[name], x, state, bench)
-    return [Measured(name, best[name], more[name]) for name in names]
+        found["kernels_us"] = kernels_of(program, state, bench)
+    return found
 
 
-def compiled(name: str | None, case: Case, bench: Bench, x: jax.Array) -> Any:
-    spec, target = bench.spec, Target.here()
-    assert spec.state is not None
-    step = step_of(case, bench.slots, spec.state.delta_net.block)
-
-    def layers(
-        x: jax.Array, state: RecurrentState, weights: tuple[Layer, ...], step: RecurrentStep, *,
-        target: Target,
-    ) -> Any:  # fmt: skip
-        normed = x
-        for index, layer in enumerate(weights):
-            assert layer.delta is not None
-            own = (layer.delta, normed, state, index, step, spec)
-            mixed, state = delta_net.mix(*own, target=target)
-            assert isinstance(state, RecurrentState)
-            if bench.whole:
-                norm = Norm(layer.attention_norm)
-                x, normed = feed_forward(layer, norm, x, mixed, spec, target=target)
-            else:
-                x, out = add_linear(x, mixed, layer.delta.out, biased=False, target=target)
-                x, normed = add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, target=target)
-        return normed, state
-
-    def run(x: jax.Array, state: RecurrentState, weights: tuple[Layer, ...]) -> Any:
-        if case.kind == "decode":
-            return pdl.call(layers, x, state, weights, step, target=target)
-        return layers(x, state, weights, step, target=target)
-
-    with nullcontext() if name is None else candidate(name):
-        return (
-            jax.jit(run, donate_argnums=1).lower(x, abstract_state(bench), bench.weights).compile()
-        )
-
-
-def candidate(name: str) -> Any:
-    from recurrent_candidates import computed_by  # needs Triton
-
-    return computed_by(name)
-
-
-def abstract_state(bench: Bench) -> RecurrentState:
-    state = delta_net.abstract_state(bench.spec, jnp.bfloat16, bench.slots)
-    assert state is not None
-    return state
-
-
-def new_state(bench: Bench) -> RecurrentState:
-    keys = RecurrentState(*jax.random.split(jax.random.key(1)))
-    shapes = abstract_state(bench)
-    return jax.tree.map(lambda key, leaf: _random(key, leaf.shape, leaf.dtype), keys, shapes)
-
-
-_random = jax.jit(jax.random.normal, static_argnums=(1, 2))
-
-
-@jax.jit
-def errors(expected: Any, found: Any) -> list[jax.Array]:
-    """Of each array, relative to its norm."""
-
-    def error(wanted: jax.Array, got: jax.Array) -> jax.Array:
-        wanted, got = wanted.astype(jnp.float32), got.astype(jnp.float32)
-        return jnp.linalg.norm(wanted - got) / jnp.linalg.norm(wanted)
-
-    return [error(*pair) for pair in zip(*map(jax.tree.leaves, (expected, found)), strict=True)]
-
-
-def profiled(program: Any, x: jax.Array, state: Any, bench: Bench) -> tuple[dict[str, float], Any]:
-    """What each kernel adds to a layer, by name and place in the layer, in microseconds."""
-    held = [state]
-
-    def run() -> jax.Array:
-        for _ in range(5):
-            out, held[0] = program(x, held[0], bench.weights)
-        return out
-
-    runs = kernel_runs(run)
-    each, rest = divmod(len(runs), 5 * LAYERS)
+def kernels_of(program: Program, state: RecurrentState, bench: Bench) -> dict[str, float]:
+    """What each kernel adds to a layer, in microseconds: by place and name, if all kernels are
+    those of layers, or else by name."""
+    calls = 5
+    runs = kernel_runs(lambda: program.calls(state, bench, calls))
+    each, others = divmod(len(runs), calls * LAYERS)
     times: dict[str, float] = collections.defaultdict(float)
     for number, kernel in enumerate(runs):
-        place = f"{number % each:02d} " if not rest else ""
-        times[place + kernel.name] += kernel.adds_us / (5 * LAYERS)
-    return {name: round(us, 2) for name, us in sorted(times.items())}, held[0]
+        place = "" if others else f"{number % each:02d} "
+        times[place + kernel.name] += kernel.adds_us / (calls * LAYERS)
+    return {name: round(us, 2) for name, us in sorted(times.items())}
 
 
-def describe(case: Case, bench: Bench, found: Measured, copied: float) -> dict[str, Any]:
-    """One layer's time."""
-    seconds = found.seconds / LAYERS
-    own = {} if found.candidate is None else {"candidate": found.candidate}
-    more = {name: jax.tree.map(float, each) for name, each in found.more.items()}
-    result: dict[str, Any] = {**case._asdict(), **own, "us": seconds * 1e6, **more}
+def describe(case: Case, bench: Bench, found: dict[str, Any], copied: float) -> dict[str, Any]:
+    """One layer's time, over the floor; of experts that is not known, of which rows touch some."""
+    result = {**case._asdict(), **found}
+    seconds = found["us"] / 1e6
     if case.kind != "decode":
         return {**result, "tokens_per_s": case.tokens / seconds}
+    if bench.whole and bench.spec.experts:
+        return result
     state = delta_net.abstract_state(bench.spec, jnp.bfloat16, 1)
     of_row = sum(leaf.size * leaf.dtype.itemsize for leaf in state or ()) / LAYERS
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.weights)) / LAYERS
     size = weights + 2 * case.tokens * of_row
-    if bench.whole and bench.spec.experts:
-        return result  # whose rows touch some of them
     floor = size / copied
     return {**result, "bytes": int(size), "floor_us": floor * 1e6, "over_floor": seconds / floor}
 
