@@ -157,26 +157,22 @@ def _add_codes(
     TAIL: gl.constexpr, KIND: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """main and short plus the products of codes of 128 inputs; where short takes registers, of
-    half of each plane at a time."""
+    """main and short plus the products of codes of 128 inputs."""
+    planes = _unpacked(codes.load(_LEFT), scales, KIND, SCALED, ZERO, UNPACK)
     width: gl.constexpr = codes.shape[1]
-    some: gl.constexpr = width // 2 if TAIL else width
-    for first in gl.static_range(0, width, some):
-        words = codes.slice(first, some, dim=1).load(_LEFT)
-        planes = _unpacked(words, scales, KIND, SCALED, ZERO, UNPACK)
-        for plane in gl.static_range(128 // width):
-            panel = stage * 2 + plane * width // _DEPTH
-            x = x_ring.index(panel).slice(plane * width % _DEPTH + first, some, dim=1)
-            main = warpgroup_mma(planes[plane], x.permute((1, 0)), main, is_async=True)
-            if TAIL:
-                x = t_ring.index(panel).slice(plane * width % _DEPTH + first, some, dim=1)
-                again = gl.convert_layout(planes[plane], _SHORT_LEFT, assert_trivial=True)
-                short = warpgroup_mma(again, x.permute((1, 0)), short, is_async=True)
-        # Registers that products read are not written before they are done.
+    for plane in gl.static_range(128 // width):
+        panel = stage * 2 + plane * width // _DEPTH
+        x = x_ring.index(panel).slice(plane * width % _DEPTH, width, dim=1)
+        main = warpgroup_mma(planes[plane], x.permute((1, 0)), main, is_async=True)
         if TAIL:
-            main, short = warpgroup_mma_wait(0, deps=[main, short])
-        else:
-            main = warpgroup_mma_wait(0, deps=[main])
+            x = t_ring.index(panel).slice(plane * width % _DEPTH, width, dim=1)
+            again = gl.convert_layout(planes[plane], _SHORT_LEFT, assert_trivial=True)
+            short = warpgroup_mma(again, x.permute((1, 0)), short, is_async=True)
+    # Registers that products read are not written before they are done.
+    if TAIL:
+        main, short = warpgroup_mma_wait(0, deps=[main, short])
+    else:
+        main = warpgroup_mma_wait(0, deps=[main])
     return main, short
 
 
