@@ -178,8 +178,9 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows >= MANY and Target.here().runs_hopper_kernels():
-        return  # its kernel has no parameters
+    target = Target.here()
+    if case.rows >= MANY and target.uses_triton() and target.runs_hopper_kernels():
+        return  # Hopper's kernel has no parameters
     tokens = 64 if case.rows >= MANY else 16 if case.rows <= 64 else 32
     for rows, warps, stages in TRIES[case.rows >= MANY]:
         each = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages)
