@@ -17,12 +17,13 @@ from jaxserve_kernels.triton_call import triton_call
 
 
 @triton.jit
-def _normed(
-    x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+def normed(
+    x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, stores,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the program's row plus its updates, and returns it with the norm, in x's dtype.
+    """Stores the program's row plus its updates, if it is the one that `stores`, and returns it
+    with the norm, in x's dtype.
 
     Updates are `stride` apart. Where the compiler does not know that number, it cannot tell that
     they are aligned, and loads each element by itself.
@@ -44,14 +45,14 @@ def _normed(
         update += bias
     update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
     total = (x.to(tl.float32) + update).to(x.dtype)
-    tl.store(total_ptr + row + column, total, mask=mask)
+    tl.store(total_ptr + row + column, total, mask=mask & stores)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
-    normed = wide * scale
+    result = wide * scale
     if weight.dtype == x.dtype:
-        normed = normed.to(x.dtype).to(tl.float32)
-    normed *= weight.to(tl.float32)
-    return normed.to(x.dtype)
+        result = result.to(x.dtype).to(tl.float32)
+    result *= weight.to(tl.float32)
+    return result.to(x.dtype)
 
 
 @triton.jit
@@ -60,13 +61,13 @@ def _kernel(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    normed = _normed(
-        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+    result = normed(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, True,
         stride, embed, eps, parts, BIAS, BLOCK, EARLY,
     )  # fmt: skip
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * embed + column
-    tl.store(out_ptr + at, normed, mask=column < embed)
+    tl.store(out_ptr + at, result, mask=column < embed)
 
 
 @triton.jit
@@ -75,12 +76,12 @@ def _quantizing(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    normed = _normed(
-        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+    result = normed(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, True,
         stride, embed, eps, parts, BIAS, BLOCK, False,
     ).to(tl.float32)  # fmt: skip
     store_quantized(
-        normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
+        result, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
     )  # fmt: skip
 
 
