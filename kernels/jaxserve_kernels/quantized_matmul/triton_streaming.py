@@ -237,14 +237,14 @@ def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: 
     if GATED:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
         values = gated_sums(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
-        store(values, out_ptr, program, tokens, n, ROWS // 16)
+        _store(values, out_ptr, program, tokens, n, ROWS // 16)
     else:
         out_ptr += gl.program_id(1) * (tokens * n)
-        store(acc.to(dtype), out_ptr, program, tokens, n, ROWS // 16)
+        _store(acc.to(dtype), out_ptr, program, tokens, n, ROWS // 16)
 
 
 @gluon.jit
-def store(
+def _store(
     values, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     rows: gl.constexpr = values.shape[0]

@@ -1,6 +1,6 @@
-"""Layers of experts of one token, launched in other ways, in turns in one process.
+"""Layers of experts of few tokens, launched in other ways, in turns in one process.
 
-    python lab/studies/bench_one_token.py --out one_token.json
+    python lab/studies/bench_few_tokens.py --out few_tokens.json
 
 A layer: the norm that adds what is before it, the router, its choice, the experts' products. Layer
 after layer as one chain, whose buffers do not move. Each way's result is compared with that of the
@@ -41,7 +41,12 @@ from jaxserve_kernels.target import Target
 
 DEPTH = 16
 """Layers of a chain."""
-CASES = ("qwen3-30b-a3b:bf16", "qwen3-30b-a3b:int4", "gpt-oss-20b:mxfp4", "qwen3-30b-a3b:fp8")
+CASES = (
+    *("qwen3-30b-a3b:bf16:1", "qwen3-30b-a3b:int4:1", "qwen3-30b-a3b:bf16:8"),
+    *("qwen3-30b-a3b:int4:8", "gpt-oss-20b:mxfp4:1", "gpt-oss-20b:mxfp4:8"),
+    *("qwen3-30b-a3b:fp8:1", "qwen3-30b-a3b:fp8:8"),
+)
+"""Model, format, tokens."""
 
 type Layer = Callable[..., tuple[Any, Any]]
 """x and parts of a layer, of x, parts, norm, router and experts."""
@@ -54,21 +59,21 @@ def as_it_is(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, *
 
 def scored(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, **on: Any) -> Any:
     """The norm and the router's product are one kernel."""
-    from jaxserve_kernels.experts import triton_one_token as one_token
+    from jaxserve_kernels.experts import triton_few
 
-    x, token, scores = one_token.norm_and_score(x, parts, norm, EPS, router, **on)
+    x, token, scores = triton_few.norm_and_score(x, parts, norm, EPS, router, **on)
     return x, routed(token, scores, w, sizes, **on)
 
 
-def one(
+def few(
     x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, resident: int, **on: Any
 ) -> Any:
     """And products find their experts themselves."""
-    from jaxserve_kernels.experts import triton_one_token as one_token
+    from jaxserve_kernels.experts import triton_few
 
-    x, token, scores = one_token.norm_and_score(x, parts, norm, EPS, router, **on)
+    x, token, scores = triton_few.norm_and_score(x, parts, norm, EPS, router, **on)
     own = (token, scores, routing_of(sizes), w, sizes.activation)
-    return x, one_token.experts(*own, resident=resident, **on)
+    return x, triton_few.experts(*own, resident=resident, **on)
 
 
 def routed(token: Any, scores: Any, w: Any, sizes: Model, **on: Any) -> Any:
@@ -83,8 +88,8 @@ def routing_of(sizes: Model) -> Routing:
 WAYS: dict[str, Layer] = {
     "as it is": as_it_is,
     "scored": scored,
-    "one token, 2": functools.partial(one, resident=2),
-    "one token, 3": functools.partial(one, resident=3),
+    "few, 2": functools.partial(few, resident=2),
+    "few, 3": functools.partial(few, resident=3),
 }
 
 
@@ -102,9 +107,9 @@ def main() -> None:
         if time.monotonic() - began > args.budget:
             print("--budget is spent", flush=True)
             break
-        name, _, form = case.partition(":")
+        name, form, tokens = case.split(":")
         sizes = TINY if args.tiny else MODELS[name]
-        for row in measure(sizes, form, args, target):
+        for row in measure(sizes, form, int(tokens), args, target):
             result["cases"].append({"case": case, **row})
             print(case, row, flush=True)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
@@ -117,22 +122,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=CASES)
     parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=7, help="of all ways, in turns")
-    parser.add_argument("--budget", type=float, default=45.0, help="seconds; then no case is begun")
+    parser.add_argument("--budget", type=float, default=50.0, help="seconds; then no case is begun")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def measure(
-    sizes: Model, form: str, args: argparse.Namespace, target: Target
+    sizes: Model, form: str, tokens: int, args: argparse.Namespace, target: Target
 ) -> list[dict[str, Any]]:
     weights = make_weights(sizes, form)
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (LAYERS, sizes.experts, sizes.embed)
     router = jax.random.normal(keys[0], shape, jnp.bfloat16) * sizes.embed**-0.5
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
-    parts = 0.3 * jax.random.normal(keys[1], (sizes.top_k, 1, sizes.embed), jnp.float32)
-    x = jax.random.normal(keys[2], (1, sizes.embed), jnp.bfloat16)
+    parts = 0.3 * jax.random.normal(keys[1], (sizes.top_k, tokens, sizes.embed), jnp.float32)
+    x = jax.random.normal(keys[2], (tokens, sizes.embed), jnp.bfloat16)
     fixed = (norm, router, weights)
     programs = {way: compiled(WAYS[way], x, parts, fixed, sizes, target) for way in args.ways}
     rows = {way: {"way": way, "rounds_us": []} for way in args.ways}
@@ -151,7 +156,8 @@ def measure(
             rows[way]["rounds_us"].append(seconds(program, x, parts, fixed) / DEPTH * 1e6)
     for way, program in programs.items():
         rows[way]["us"] = min(rows[way]["rounds_us"])
-        rows[way]["ends_us"] = ends(program, x, parts, fixed)
+        if tokens == 1:
+            rows[way]["ends_us"] = ends(program, x, parts, fixed)
     return list(rows.values())
 
 

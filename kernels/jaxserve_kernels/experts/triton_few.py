@@ -1,13 +1,16 @@
-"""A router and the experts of one token as three kernels of a chain, launched early (PDL).
+"""A router and the experts of few tokens as three kernels of a chain, launched early (PDL).
 
-The first adds and normalises the token, and scores it: what it reads of the router it has by the
-time the token is there. In the two others each program finds its expert from the scores: nothing
-lies between. `_gate_up` starts the kernel after it when scores are there, not before. So `_down`
-reads scores before it waits, and fills its rings with the experts' weights while `_gate_up` runs.
+The first adds and normalises a token, and scores it: what it reads of the router it has by the time
+the token is there. In the two others each program finds its expert, and that expert's tokens, from
+all scores: nothing lies between. There is one for each pair of a token and a choice; those whose
+expert a token before has too end at once. `_gate_up` starts the kernel after it when scores are
+there, not before. So `_down` reads scores before it waits, and fills its rings with the experts'
+weights while `_gate_up` runs.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,7 +33,7 @@ from jaxserve_kernels.experts.types import (
     Routing,
     stacked,
 )
-from jaxserve_kernels.quantized_matmul.triton_streaming import accumulate, rows_of, store
+from jaxserve_kernels.quantized_matmul.triton_streaming import accumulate, rows_of
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
@@ -44,8 +47,6 @@ _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 _REMOVED = gl.constexpr(-(2**31))
 """Below the key of any score."""
 _ROWS = 64
-_TOKENS = 8
-"""Of the tensor cores' smallest product."""
 _RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own."""
 
@@ -81,56 +82,88 @@ def _score(key):
 
 @gluon.jit
 def _chosen(
-    scores_ptr, bias_ptr, choice, experts: gl.constexpr,
+    scores_ptr, bias_ptr, pair, tokens: gl.constexpr, columns: gl.constexpr, experts: gl.constexpr,
     K: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
-    BIAS: gl.constexpr, WARPS: gl.constexpr,
+    BIAS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The expert that is the token's choice, and its weight: see `reference.route`.
+    """The expert of a pair of a token and a choice; whether no token before it has the expert;
+    which choice of each token it is, or -1, and with what weight: see `reference.route`.
 
-    Each warp looks at all scores, as integers of the same order: a warp has the largest integer in
-    one instruction. Scores come from the cache that all multiprocessors share: this one's own may
-    still have what an earlier layer had in the same place.
+    A warp looks at all scores of its tokens, as integers of the same order: it has the largest
+    integer in one instruction. Scores come from the cache that all multiprocessors share: this
+    one's own may still have what an earlier layer had in the same place.
     """
-    layout: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])
-    lane = gl.arange(0, EXPERTS, layout)
-    there = lane < experts
-    scores = gl.load(scores_ptr + lane, mask=there, other=0.0, cache_modifier=".cg")
+    layout: gl.constexpr = gl.BlockedLayout([1, EXPERTS // 32], [1, 32], [WARPS, 1], [1, 0])
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    lane = gl.arange(0, EXPERTS, gl.SliceLayout(0, layout))[None, :]
+    there, _ = gl.broadcast(lane < experts, token[:, None])
+    at = gl.minimum(token, tokens - 1)[:, None] * columns + lane
+    scores = gl.load(scores_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
     if BIAS:
-        scores += gl.load(bias_ptr + lane, mask=there, other=0.0).to(gl.float32)
+        scores += gl.load(bias_ptr + lane, mask=lane < experts, other=0.0).to(gl.float32)
     scores = gl.where(scores == scores, scores + 0.0, float("-inf"))  # -0.0 is 0.0
     bits = scores.to(gl.int32, bitcast=True)
     keys = gl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), _REMOVED)
-    largest = _score(gl.max(keys, axis=0))
-    total = 0.0
+    largest = _score(gl.max(keys, axis=1))
+    total = gl.zeros_like(largest)
     if not NORMALIZE and not SIGMOID:
-        total = gl.sum(gl.where(there, gl.exp(scores - largest), 0.0), axis=0)
-    expert = choice * 0
-    weight = largest * 0.0
+        total = gl.sum(gl.where(there, gl.exp(scores - largest[:, None]), 0.0), axis=1)
+    found = ()
+    weights = ()
+    of_pair = token * 0
     for index in gl.static_range(K):
-        key = gl.max(keys, axis=0)
-        found = gl.min(gl.where(keys == key, lane, EXPERTS), axis=0)
-        keys = gl.where(lane == found, _REMOVED, keys)
+        key = gl.max(keys, axis=1)
+        expert = gl.min(gl.where(keys == key[:, None], lane, EXPERTS), axis=1)
+        keys = gl.where(lane == expert[:, None], _REMOVED, keys)
         score = _score(key)
-        each = 1.0 / (1.0 + gl.exp(-score)) if SIGMOID else gl.exp(score - largest)
+        weight = 1.0 / (1.0 + gl.exp(-score)) if SIGMOID else gl.exp(score - largest)
         if NORMALIZE:
-            total += each
-        expert = gl.where(choice == index, found, expert)
-        weight = gl.where(choice == index, each, weight)
+            total += weight
+        found = found + (expert,)  # noqa: RUF005  (Triton knows no other way)
+        weights = weights + (weight,)  # noqa: RUF005
+        of_pair = gl.where(pair % K == index, expert, of_pair)
+    expert = gl.sum(gl.where(token == pair // K, of_pair, 0), axis=0)
+    choice = token * 0 - 1
+    weight = gl.zeros_like(total)
+    for index in gl.static_range(K):
+        own = (found[index] == expert) & (token < tokens)
+        choice = gl.where(own, index, choice)
+        weight = gl.where(own, weights[index], weight)
     if NORMALIZE or not SIGMOID:
         weight /= total
-    return expert, weight
+    first = gl.min(gl.where(choice >= 0, token, TOKENS), axis=0) == pair // K
+    return expert, first, choice, weight
+
+
+@gluon.jit
+def _of_columns(values, tokens: gl.constexpr, layout: gl.constexpr):
+    """A number for each token as one for each column of a product."""
+    if tokens == 1:
+        values = gl.sum(values, axis=0)
+    else:
+        values = gl.convert_layout(values, gl.SliceLayout(0, layout))
+    return values
+
+
+@gluon.jit
+def _store(values, out_ptr, place, there, n: gl.constexpr):
+    """To the rows `place` of out, one for each column that is there."""
+    rows: gl.constexpr = values.shape[0]
+    row = gl.program_id(0) * rows + gl.arange(0, rows, gl.SliceLayout(1, values.type.layout))
+    mask, _ = gl.broadcast(there[None, :], values)
+    gl.store(out_ptr + place[None, :] * n + row[:, None], values, mask=mask)
 
 
 @gluon.jit
 def _sums(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, expert,
+    x_ptr, packed_ptr, scale_ptr, second_ptr, expert, tokens: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, columns: gl.constexpr,
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """An expert's rows times the token at x."""
+    """An expert's rows times the tokens at x."""
     expert = expert.to(gl.int64)
     packed = packed_ptr + expert * packed_size
     program = gl.program_id(0)
@@ -139,13 +172,13 @@ def _sums(
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
         row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, copy)), n, GATED, ROWS)
         acc = accumulate_plain(
-            x_ptr, packed, row, 0, 1, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES, EARLY, True,
+            x_ptr, packed, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES, EARLY, True,
             copy, mma,
         )  # fmt: skip
     else:
         acc = accumulate(
             x_ptr, packed, scale_ptr + expert * scale_size, second_ptr + expert * second_size,
-            program, 0, 1, n, k, columns, GATED, KIND, GROUP, ZERO, TOKENS, ROWS, k // 128,
+            program, 0, tokens, n, k, columns, GATED, KIND, GROUP, ZERO, TOKENS, ROWS, k // 128,
             K_TILES, STAGES, True, EARLY,
         )  # fmt: skip
     return acc
@@ -174,25 +207,28 @@ def _activated(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
 @gluon.jit
 def _gate_up(
     x_ptr, packed_ptr, scale_ptr, second_ptr, bias_ptr, scores_ptr, router_bias_ptr, out_ptr,
-    experts: gl.constexpr, choices: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
-    columns: gl.constexpr,
+    tokens: gl.constexpr, scored: gl.constexpr, experts: gl.constexpr, K: gl.constexpr,
+    n: gl.constexpr, k: gl.constexpr, columns: gl.constexpr,
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
-    ROUTER_BIAS: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
+    ROUTER_BIAS: gl.constexpr, ROUTED: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr,
+    K_TILES: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """activation(gate) * up of each choice, [choices, n]."""
+    """activation(gate) * up of all tokens with the expert of each pair that is its expert's first:
+    [pairs, tokens, n], of which only tokens that have the expert are written."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    choice = gl.program_id(1)
-    expert, _ = _chosen(
-        scores_ptr, router_bias_ptr, choice, experts, choices, EXPERTS, SIGMOID, NORMALIZE,
-        ROUTER_BIAS, ROWS // 16,
+    pair = gl.program_id(1)
+    expert, first, choice, _ = _chosen(
+        scores_ptr, router_bias_ptr, pair, tokens, scored, experts, K, EXPERTS, SIGMOID, NORMALIZE,
+        ROUTER_BIAS, ROUTED, ROWS // 16,
     )  # fmt: skip
+    if not first:
+        return
     acc = _sums(
-        x_ptr, packed_ptr, scale_ptr, second_ptr, expert, n, k, columns,
+        x_ptr, packed_ptr, scale_ptr, second_ptr, expert, tokens, n, k, columns,
         packed_size, scale_size, second_size, True, KIND, GROUP, ZERO,
         TOKENS, ROWS, K_TILES, DEPTH, STAGES, False,
     )  # fmt: skip
@@ -201,34 +237,43 @@ def _gate_up(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     values = _activated(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
-    store(values, out_ptr + choice * n, gl.program_id(0), 1, n, ROWS // 16)
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, values.type.layout))
+    there = (token < tokens) & (_of_columns(choice, tokens, values.type.layout) >= 0)
+    _store(values, out_ptr, pair * tokens + token, there, n)
 
 
 @gluon.jit
 def _down(
     x_ptr, packed_ptr, scale_ptr, second_ptr, bias_ptr, early_scores_ptr, router_bias_ptr, out_ptr,
-    experts: gl.constexpr, choices: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
-    columns: gl.constexpr,
+    tokens: gl.constexpr, scored: gl.constexpr, experts: gl.constexpr, K: gl.constexpr,
+    n: gl.constexpr, k: gl.constexpr, columns: gl.constexpr,
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     BIAS: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
-    ROUTER_BIAS: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr,
-    DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
+    ROUTER_BIAS: gl.constexpr, ROUTED: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr,
+    K_TILES: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """Each choice's result times its weight, [choices, n]."""
-    choice = gl.program_id(1)
-    expert, weight = _chosen(
-        early_scores_ptr, router_bias_ptr, choice, experts, choices, EXPERTS, SIGMOID, NORMALIZE,
-        ROUTER_BIAS, ROWS // 16,
+    """Of what `_gate_up` makes: each choice's result times its weight, [K, tokens, n]."""
+    pair = gl.program_id(1)
+    expert, first, choice, weight = _chosen(
+        early_scores_ptr, router_bias_ptr, pair, tokens, scored, experts, K, EXPERTS, SIGMOID,
+        NORMALIZE, ROUTER_BIAS, ROUTED, ROWS // 16,
     )  # fmt: skip
+    if not first:
+        return
     acc = _sums(
-        x_ptr + choice * columns, packed_ptr, scale_ptr, second_ptr, expert, n, k, columns,
-        packed_size, scale_size, second_size, False, KIND, GROUP, ZERO,
+        x_ptr + pair * (tokens * columns), packed_ptr, scale_ptr, second_ptr, expert, tokens,
+        n, k, columns, packed_size, scale_size, second_size, False, KIND, GROUP, ZERO,
         TOKENS, ROWS, K_TILES, DEPTH, STAGES, EARLY,
     )  # fmt: skip
     if BIAS:
         acc = _add_bias(acc, bias_ptr + expert * n, n, False)
-    store(acc * weight, out_ptr + choice * n, gl.program_id(0), 1, n, ROWS // 16)
+    layout: gl.constexpr = acc.type.layout
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    choice = _of_columns(choice, tokens, layout)
+    weight = _of_columns(weight, tokens, layout)
+    acc *= weight if tokens == 1 else weight[None, :]
+    _store(acc, out_ptr, choice * tokens + token, (token < tokens) & (choice >= 0), n)
 
 
 def norm_and_score(
@@ -272,37 +317,40 @@ def experts(
     resident: int = 2,
     target: Target,
 ) -> Array:
-    """`reference.experts` of one token that `reference.route` routes: float32 [k, 1, embed].
+    """`reference.experts` of tokens that `reference.route` routes: float32 [k, tokens, embed].
 
     Args:
-      scores: float32 [1, rows] of a router, of which the first are the experts'.
+      scores: float32 [tokens, rows] of a router, of which the first are the experts'.
       bias: the router's.
       resident: programs whose rings share a multiprocessor's memory.
     """
-    embed, k = x.shape[1], routing.top_k
+    (tokens, embed), k = x.shape, routing.top_k
+    columns = max(8, triton.next_power_of_2(tokens))  # of the tensor cores' smallest product
     shared = {
-        "experts": routing.num_experts, "choices": k,
+        "tokens": tokens, "scored": scores.shape[1], "experts": routing.num_experts, "K": k,
         "EXPERTS": max(32, triton.next_power_of_2(routing.num_experts)),
         "SIGMOID": routing.scoring == "sigmoid", "NORMALIZE": routing.normalize,
-        "ROUTER_BIAS": bias is not None,
+        "ROUTER_BIAS": bias is not None, "TOKENS": columns,
+        "ROUTED": 1 if tokens == 1 else columns,
     }  # fmt: skip
     router_bias = scores if bias is None else bias
+    launch = functools.partial(_launch, tokens * k, columns, resident=resident, target=target)
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), scores, router_bias,
         kernel=_gate_up,
-        name=f"one_token_gate_up{_suffix(w.gate_up)}",
+        name=f"few_gate_up{_suffix(w.gate_up)}",
         target=target,
-        out_type=jax.ShapeDtypeStruct((k, w.width), x.dtype),
+        out_type=jax.ShapeDtypeStruct((tokens * k, tokens, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
-        **shared, **_launch(w.gate_up, w.gate_up_bias, k, embed, w.width, resident, target),
+        **shared, **launch(w.gate_up, w.gate_up_bias, embed, w.width),
     )  # fmt: skip
     return triton_call(
         hidden, *_arrays(w.down, w.down_bias), scores, router_bias,
         kernel=_down,
-        name=f"one_token_down{_suffix(w.down)}",
+        name=f"few_down{_suffix(w.down)}",
         target=target,
-        out_type=jax.ShapeDtypeStruct((k, 1, embed), jnp.float32),
-        **shared, **_launch(w.down, w.down_bias, k, w.width, embed, resident, target),
+        out_type=jax.ShapeDtypeStruct((k, tokens, embed), jnp.float32),
+        **shared, **launch(w.down, w.down_bias, w.width, embed),
     )  # fmt: skip
 
 
@@ -317,10 +365,10 @@ def _arrays(weight: Any, bias: Array | None) -> tuple[Array, ...]:
 
 
 def _launch(
-    weight: Any, bias: Array | None, choices: int, columns: int, n: int, resident: int,
-    target: Target,
+    pairs: int, tokens: int, weight: Any, bias: Array | None, columns: int, n: int, *,
+    resident: int, target: Target,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of a product. n: of the result; columns: of its tokens."""
+    """Of a product. tokens: of a tile; columns: of the tokens; n: of the result."""
     experts, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
@@ -329,19 +377,19 @@ def _launch(
     operand = found.operand
     if operand is None:
         depth, k_tiles = 64 if k % 128 else 128, 1
-        steps, stage = k // depth, 2 * (_ROWS + _TOKENS) * depth
+        steps, stage = k // depth, 2 * (_ROWS + tokens) * depth
         constants = {"KIND": _PLAIN.value, "GROUP": 0, "ZERO": 0}
     else:
         depth, tiles = 128, k // 128
-        size = _ROWS * operand.row_bytes + 256 * _TOKENS
+        size = _ROWS * operand.row_bytes + 256 * tokens
         k_tiles = 4 if tiles >= 8 else 2 if tiles >= 4 else 1
         while k_tiles > 1 and ring // (k_tiles * size) < 4:
             k_tiles //= 2
         steps, stage = -(-tiles // k_tiles), k_tiles * size
         constants = operand.constants
     return {
-        "grid": (rows // _ROWS, choices), "num_warps": 4, "n": n, "k": k, "columns": columns,
+        "grid": (rows // _ROWS, pairs), "num_warps": 4, "n": n, "k": k, "columns": columns,
         "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2], **constants,
-        "BIAS": bias is not None, "TOKENS": _TOKENS, "ROWS": _ROWS, "K_TILES": k_tiles,
-        "DEPTH": depth, "STAGES": max(2, min(ring // stage, steps + 1)),
+        "BIAS": bias is not None, "ROWS": _ROWS, "K_TILES": k_tiles, "DEPTH": depth,
+        "STAGES": max(2, min(ring // stage, steps + 1)),
     }  # fmt: skip

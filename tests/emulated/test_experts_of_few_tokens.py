@@ -1,4 +1,4 @@
-"""The kernels of one token's router and experts on the emulator, against the definitions."""
+"""The kernels of few tokens' router and experts on the emulator, against the definitions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
-from jaxserve_kernels.experts import triton_one_token as one_token
+from jaxserve_kernels.experts import (
+    ExpertActivation,
+    ExpertWeights,
+    Routing,
+    experts,
+    route,
+    triton_few,
+)
 from jaxserve_kernels.target import REFERENCE
 from tests.emulated.errors import relative_error
 from tests.emulated.test_expert_kernels import EMBED, EXPERTS, QUANTIZE, K, made
 from tests.emulator.targets import HOPPER, PDL
 
 
-def scores_of(seed: int, columns: int) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal((1, columns)), jnp.float32)
+def scores_of(seed: int, columns: int, tokens: int = 1) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((tokens, columns)), jnp.float32)
 
 
 def expected(
@@ -31,12 +37,12 @@ def expected(
 
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "fp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("target", [HOPPER, PDL], ids=["plain", "early"])
-def test_each_format_of_weights(name: str, target: Any) -> None:
-    x, *_, w = made(1, QUANTIZE[name])
-    routing, scores = Routing(num_experts=EXPERTS, top_k=K), scores_of(1, EXPERTS)
-    found = one_token.experts(x, scores, routing, w, "silu", target=target)
-    assert found.shape == (K, 1, EMBED) and found.dtype == jnp.float32
+@pytest.mark.parametrize(("tokens", "target"), [(1, HOPPER), (1, PDL), (5, PDL), (11, PDL)])
+def test_each_format_of_weights(name: str, tokens: int, target: Any) -> None:
+    x, *_, w = made(tokens, QUANTIZE[name])
+    routing, scores = Routing(num_experts=EXPERTS, top_k=K), scores_of(1, EXPERTS, tokens)
+    found = triton_few.experts(x, scores, routing, w, "silu", target=target)
+    assert found.shape == (K, tokens, EMBED) and found.dtype == jnp.float32
     error = relative_error(np.asarray(found).sum(0), expected(x, scores, routing, w, None))
     assert error < 4e-3
 
@@ -47,12 +53,12 @@ def test_biases_activations_and_inputs_past_the_last(
     name: str, activation: ExpertActivation
 ) -> None:
     """64 columns of a router, whose last belong to no expert."""
-    x, *_, w = made(1, QUANTIZE[name], biases=True, embed=192, width=96 if name == "mxfp4" else 64)
+    x, *_, w = made(3, QUANTIZE[name], biases=True, embed=192, width=96 if name == "mxfp4" else 64)
     routing = Routing(num_experts=EXPERTS, top_k=K, scoring="sigmoid", normalize=False)
-    scores = scores_of(2, 64).at[0, 40].set(9.0)
+    scores = scores_of(2, 64, 3).at[:, 40].set(9.0)
     bias = scores_of(3, EXPERTS)[0].astype(jnp.bfloat16)
     args = 4 * x, scores, routing, w
-    found = one_token.experts(*args, activation, bias=bias, target=PDL)
+    found = triton_few.experts(*args, activation, bias=bias, target=PDL)
     error = relative_error(np.asarray(found).sum(0), expected(*args, bias, activation))
     assert error < 4e-3
 
@@ -70,7 +76,7 @@ def test_choices(routing: Routing) -> None:
     gate_up = jnp.zeros((48, 128, 128), jnp.bfloat16).at[:, :, 0].set(1.0)
     down = jnp.zeros((48, 64, 64), jnp.bfloat16).at[:, :, 0].set(1.0) * number
     w = ExpertWeights(gate_up, down)
-    found = one_token.experts(x, scores, routing, w, "silu", target=PDL)
+    found = triton_few.experts(x, scores, routing, w, "silu", target=PDL)
     ids, weights = route(scores.at[0, 3].set(-jnp.inf), routing, target=REFERENCE)
     hidden = float(jax.nn.silu(jnp.float32(1.0)).astype(jnp.bfloat16))
     wanted = np.asarray(ids, np.float32) * np.asarray(weights) * hidden
@@ -86,7 +92,7 @@ def test_scores_of_a_normed_token(embed: int, rows: int, tokens: int) -> None:
 
     x, update = normal(tokens, embed), normal(3, tokens, embed, dtype=jnp.float32)
     weight, router, bias = normal(embed), normal(rows, embed), normal(embed)
-    total, normed, scores = one_token.norm_and_score(
+    total, normed, scores = triton_few.norm_and_score(
         x, update, weight, 1e-6, router, bias=bias, target=PDL
     )
     own: Any = add_rms_norm(x, update, weight, 1e-6, bias=bias, target=REFERENCE)
