@@ -191,7 +191,7 @@ def _few(
     parts = triton_few.experts(
         normed, scores, routing, w, activation, bias=router_bias, target=target
     )
-    return Mixed(x, normed, scores[None], parts)
+    return Mixed(x, normed, scores.reshape(1, *scores.shape), parts)
 
 
 def _apart(
