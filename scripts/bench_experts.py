@@ -3,11 +3,11 @@
     python scripts/bench_experts.py --out experts.json --budget 100
     python scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 1,64,2048 --profile
 
-Few rows: a layer's router choice, its products and the norm that adds their parts, layer after
-layer as one chain of launches. The floor is the time in which the card copies the bytes of the
-experts that are touched, or in which it computes their operations at the rate of a large dense
-product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
-chain. Routing is random and uniform; every layer has router logits of its own.
+Few rows: a norm, the router, its choice and the experts' products, layer after layer as one chain
+of launches. The floor is the time in which the card copies the bytes of the experts that are
+touched, or in which it computes their operations at the rate of a large dense product. `dense` is a
+chain of norms and dense products of as many bytes. Many rows (from 512 on): no chain, and choices
+by random logits in place of a router. Every layer has a router, or logits, of its own.
 
 --sweep tries launches beside the rule's, and compares their results with the rule's. --tiny has
 small shapes, to try the script without a card.
@@ -45,7 +45,14 @@ from working_tree import commit
 
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
+from jaxserve_kernels.experts import (
+    ExpertActivation,
+    ExpertWeights,
+    Routing,
+    experts,
+    mixture,
+    route,
+)
 from jaxserve_kernels.experts.config import Launch
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.target import Target
@@ -119,7 +126,7 @@ class Built(NamedTuple):
     bytes: float
     """Of weights that a layer reads."""
     touched: float
-    """Experts."""
+    """Experts; of few rows as many as if each chose at random, until it has run."""
 
 
 def main() -> None:
@@ -208,18 +215,36 @@ def measure(
             )
         expected: dict[tuple[int, bool], Any] = {}
         for case, built in zip(cases, programs, strict=True):
-            if built is not None and is_right(case, built, expected):
+            if built is None:
+                continue
+            out = jax.block_until_ready(built.program(*built.args))
+            if is_right(case, out, expected):
+                built = counted(case, built, out, sizes)
                 yield case, built, fastest(built.program, *built.args, calls=3) / built.layers
 
 
-def is_right(case: Case, built: Built, expected: dict[tuple[int, bool], Any]) -> bool:
+def is_right(case: Case, out: Any, expected: dict[tuple[int, bool], Any]) -> bool:
     """Whether what is tried gives what the rule's launch gives, but for rounding."""
-    found = np.asarray(built.program(*built.args)[0], np.float32)
+    found = np.asarray(out[0], np.float32)
     wanted = expected.setdefault((case.rows, case.dense), found)
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
     if not error < MOST_ERROR:
         print(f"{case}: WRONG, it differs by {error:.1e} from the rule's", flush=True)
     return bool(error < MOST_ERROR)
+
+
+def counted(case: Case, built: Built, out: Any, sizes: Model) -> Built:
+    """With the experts that its rows had."""
+    if case.dense or case.rows >= MANY:
+        return built
+    touched = touched_by(np.asarray(jnp.stack(out[2]).sum(1)), sizes)
+    return built._replace(bytes=built.bytes * touched / built.touched, touched=touched)
+
+
+def touched_by(scores: Any, sizes: Model) -> float:
+    """Experts, the mean over layers, of scores [layers, rows, experts]."""
+    chosen = np.argsort(-scores, axis=-1)[..., : sizes.top_k]
+    return float(np.mean([np.unique(each).size for each in chosen]))
 
 
 def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | None:
@@ -263,9 +288,13 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     layers = 4 if case.rows >= MANY else 16
     keys = jax.random.split(jax.random.key(case.rows), 2)
     x = jax.random.normal(keys[0], (case.rows, sizes.embed), jnp.bfloat16)
-    logits = jax.random.normal(keys[1], (layers, case.rows, sizes.experts), jnp.float32)
-    chosen = np.argsort(-np.asarray(logits), axis=-1)[..., : sizes.top_k]
-    touched = float(np.mean([np.unique(each).size for each in chosen]))
+    if case.rows < MANY:
+        shape = (layers, sizes.experts, sizes.embed)
+        routes = jax.random.normal(keys[1], shape, jnp.bfloat16) * sizes.embed**-0.5
+        touched = sizes.experts * (1 - (1 - sizes.top_k / sizes.experts) ** case.rows)
+    else:
+        routes = jax.random.normal(keys[1], (layers, case.rows, sizes.experts), jnp.float32)
+        touched = touched_by(np.asarray(routes), sizes)
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
@@ -275,24 +304,43 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
     else:
-        arrays, function = stacked, sparse_layers
+        arrays, function = stacked, sparse_layers if case.rows < MANY else many_rows_layers
+    parts = jnp.zeros((1, case.rows, sizes.embed), jnp.float32)
 
-    def chain(x: Any, logits: Any, norm: Any, w: Any, *, target: Target) -> Any:
-        return function(x, logits, norm, w, sizes, target=target)
+    def chain(x: Any, parts: Any, routes: Any, norm: Any, w: Any, *, target: Target) -> Any:
+        return function(x, parts, routes, norm, w, sizes, target=target)
 
     def program(*args: Any) -> Any:
         if case.rows >= MANY:
             return chain(*args, target=target)
         return pdl.call(chain, *args, target=target)
 
-    args = (x, logits, norm, arrays)
+    args = (x, parts, routes, norm, arrays)
     of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts
     size = of_one * (math.ceil(touched) if case.dense else touched)
     return Built(jax.jit(program).lower(*args).compile(), args, layers, size, touched)
 
 
 def sparse_layers(
-    x: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
+    x: Any, parts: Any, routers: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
+) -> Any:
+    scores: list[Any] = []
+    for index in range(routers.shape[0]):
+        layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
+        found = mixture(
+            *(x, parts, norm, routers[index], layer),
+            routing=Routing(num_experts=sizes.experts, top_k=sizes.top_k),
+            eps=EPS,
+            activation=sizes.activation,
+            target=target,
+        )
+        x, parts = found.x, found.parts
+        scores.append(found.scores)
+    return x, parts, scores
+
+
+def many_rows_layers(
+    x: Any, _: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
 ) -> Any:
     routing = Routing(num_experts=sizes.experts, top_k=sizes.top_k)
     normed = x
@@ -321,14 +369,15 @@ def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
     return gate_up, down
 
 
-def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Target) -> Any:
-    normed = x
-    for index in range(logits.shape[0]):
+def dense_layers(
+    x: Any, parts: Any, routes: Any, norm: Any, w: Any, _: Model, *, target: Target
+) -> Any:
+    for index in range(routes.shape[0]):
         gate_up, down = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
+        x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
         hidden = gated_linear(normed, gate_up, target=target)
         parts = linear(hidden, down, target=target)
-        x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
-    return x, normed
+    return x, parts
 
 
 def profile(built: Built) -> dict[str, float]:

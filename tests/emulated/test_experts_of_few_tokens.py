@@ -36,8 +36,10 @@ def expected(
     return np.asarray(found[0], np.float32)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int4", "fp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize(("tokens", "target"), [(1, HOPPER), (1, PDL), (5, PDL), (11, PDL)])
+@pytest.mark.parametrize(("name", "tokens", "target"), [
+    ("bf16", 1, HOPPER), ("bf16", 5, PDL), ("bf16", 11, PDL), ("int4", 1, PDL), ("fp8", 5, PDL),
+    ("mxfp4", 1, PDL), ("nvfp4", 5, PDL),
+])  # fmt: skip
 def test_each_format_of_weights(name: str, tokens: int, target: Any) -> None:
     x, *_, w = made(tokens, QUANTIZE[name])
     routing, scores = Routing(num_experts=EXPERTS, top_k=K), scores_of(1, EXPERTS, tokens)
