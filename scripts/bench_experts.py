@@ -215,11 +215,9 @@ def measure(
             )
         expected: dict[tuple[int, bool], Any] = {}
         for case, built in zip(cases, programs, strict=True):
-            if built is None:
-                continue
-            out = jax.block_until_ready(built.program(*built.args))
-            if is_right(case, out, expected):
-                built = counted(case, built, out, sizes)
+            if built and is_right(case, out := built.program(*built.args), expected):
+                if case.rows < MANY and not case.dense:
+                    built = counted(built, out[2], sizes)
                 yield case, built, fastest(built.program, *built.args, calls=3) / built.layers
 
 
@@ -233,18 +231,11 @@ def is_right(case: Case, out: Any, expected: dict[tuple[int, bool], Any]) -> boo
     return bool(error < MOST_ERROR)
 
 
-def counted(case: Case, built: Built, out: Any, sizes: Model) -> Built:
-    """With the experts that its rows had."""
-    if case.dense or case.rows >= MANY:
-        return built
-    touched = touched_by(np.asarray(jnp.stack(out[2]).sum(1)), sizes)
+def counted(built: Built, scores: Any, sizes: Model) -> Built:
+    """With the experts that its rows had: the mean over layers."""
+    chosen = np.argsort(-np.asarray(jnp.stack(scores).sum(1)), axis=-1)[..., : sizes.top_k]
+    touched = float(np.mean([np.unique(each).size for each in chosen]))
     return built._replace(bytes=built.bytes * touched / built.touched, touched=touched)
-
-
-def touched_by(scores: Any, sizes: Model) -> float:
-    """Experts, the mean over layers, of scores [layers, rows, experts]."""
-    chosen = np.argsort(-scores, axis=-1)[..., : sizes.top_k]
-    return float(np.mean([np.unique(each).size for each in chosen]))
 
 
 def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | None:
@@ -288,13 +279,10 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     layers = 4 if case.rows >= MANY else 16
     keys = jax.random.split(jax.random.key(case.rows), 2)
     x = jax.random.normal(keys[0], (case.rows, sizes.embed), jnp.bfloat16)
-    if case.rows < MANY:
-        shape = (layers, sizes.experts, sizes.embed)
-        routes = jax.random.normal(keys[1], shape, jnp.bfloat16) * sizes.embed**-0.5
-        touched = sizes.experts * (1 - (1 - sizes.top_k / sizes.experts) ** case.rows)
-    else:
-        routes = jax.random.normal(keys[1], (layers, case.rows, sizes.experts), jnp.float32)
-        touched = touched_by(np.asarray(routes), sizes)
+    few, width = case.rows < MANY, sizes.embed if case.rows < MANY else case.rows
+    routes = jax.random.normal(keys[1], (layers, sizes.experts, width), jnp.bfloat16)
+    routes = routes * sizes.embed**-0.5 if few else routes.swapaxes(1, 2)
+    touched = sizes.experts * (1 - (1 - sizes.top_k / sizes.experts) ** case.rows)
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
@@ -304,53 +292,35 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     if case.dense:
         arrays, function = as_dense(stacked, math.ceil(touched)), dense_layers
     else:
-        arrays, function = stacked, sparse_layers if case.rows < MANY else many_rows_layers
-    parts = jnp.zeros((1, case.rows, sizes.embed), jnp.float32)
+        arrays, function = stacked, sparse_layers
 
     def chain(x: Any, parts: Any, routes: Any, norm: Any, w: Any, *, target: Target) -> Any:
         return function(x, parts, routes, norm, w, sizes, target=target)
 
     def program(*args: Any) -> Any:
-        if case.rows >= MANY:
-            return chain(*args, target=target)
-        return pdl.call(chain, *args, target=target)
+        return pdl.call(chain, *args, target=target) if few else chain(*args, target=target)
 
-    args = (x, parts, routes, norm, arrays)
+    args = (x, jnp.zeros((1, *x.shape), jnp.float32), routes, norm, arrays)
     of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts
     size = of_one * (math.ceil(touched) if case.dense else touched)
     return Built(jax.jit(program).lower(*args).compile(), args, layers, size, touched)
 
 
 def sparse_layers(
-    x: Any, parts: Any, routers: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
+    x: Any, parts: Any, routes: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
 ) -> Any:
-    scores: list[Any] = []
-    for index in range(routers.shape[0]):
+    own: Any = {"activation": sizes.activation, "target": target}
+    routing, scores = Routing(num_experts=sizes.experts, top_k=sizes.top_k), list[Any]()
+    for index in range(routes.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        found = mixture(
-            *(x, parts, norm, routers[index], layer),
-            routing=Routing(num_experts=sizes.experts, top_k=sizes.top_k),
-            eps=EPS,
-            activation=sizes.activation,
-            target=target,
-        )
-        x, parts = found.x, found.parts
-        scores.append(found.scores)
+        given = x, parts, norm, routes[index], layer
+        if x.shape[0] < MANY:
+            x, _, each, parts = mixture(*given, routing=routing, eps=EPS, **own)
+            scores.append(each)
+        else:
+            x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
+            parts = experts(normed, *route(routes[index], routing, target=target), layer, **own)
     return x, parts, scores
-
-
-def many_rows_layers(
-    x: Any, _: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
-) -> Any:
-    routing = Routing(num_experts=sizes.experts, top_k=sizes.top_k)
-    normed = x
-    for index in range(logits.shape[0]):
-        layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        ids, weight = route(logits[index], routing, target=target)
-        parts = experts(normed, ids, weight, layer, activation=sizes.activation, target=target)
-        both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
-        x, normed = both
-    return x, normed
 
 
 def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
