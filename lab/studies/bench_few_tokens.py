@@ -44,6 +44,7 @@ DEPTH = 16
 CASES = (
     *("qwen3-30b-a3b:bf16:1", "qwen3-30b-a3b:int4:1", "qwen3-30b-a3b:bf16:8"),
     *("qwen3-30b-a3b:int4:8", "gpt-oss-20b:mxfp4:1", "gpt-oss-20b:mxfp4:8"),
+    *("qwen3-30b-a3b:bf16:16", "qwen3-30b-a3b:int4:16"),
     *("qwen3-30b-a3b:fp8:1", "qwen3-30b-a3b:fp8:8"),
 )
 """Model, format, tokens."""

@@ -92,7 +92,7 @@ class Program:
             "mma_v2": lambda a, b, acc: product(a, b, acc),
             "fence_async_shared": lambda: HERE.partition.fence(),
             "gdc_wait": lambda: HERE.partition.wait_for_kernels(),
-            "gdc_launch_dependents": lambda: None,
+            "gdc_launch_dependents": lambda: HERE.partition.start_dependents(),
         }
 
     def _add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Any:
