@@ -3,11 +3,11 @@
     python scripts/bench_experts.py --out experts.json --budget 100
     python scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 1,64,2048 --profile
 
-Few rows: a norm, the router, its choice and the experts' products, layer after layer as one chain
-of launches. The floor is the time in which the card copies the bytes of the experts that are
-touched, or in which it computes their operations at the rate of a large dense product. `dense` is a
-chain of norms and dense products of as many bytes. Many rows (from 512 on): no chain, and choices
-by random logits in place of a router. Every layer has a router, or logits, of its own.
+Few rows: a layer's router choice, its products and the norm that adds their parts, layer after
+layer as one chain of launches. The floor is the time in which the card copies the bytes of the
+experts that are touched, or in which it computes their operations at the rate of a large dense
+product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
+chain. Routing is random and uniform; every layer has router logits of its own.
 
 --sweep tries launches beside the rule's, and compares their results with the rule's. --tiny has
 small shapes, to try the script without a card.
@@ -45,14 +45,7 @@ from working_tree import commit
 
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts import (
-    ExpertActivation,
-    ExpertWeights,
-    Routing,
-    experts,
-    mixture,
-    route,
-)
+from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
 from jaxserve_kernels.experts.config import Launch
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.target import Target
@@ -126,7 +119,7 @@ class Built(NamedTuple):
     bytes: float
     """Of weights that a layer reads."""
     touched: float
-    """Experts; of few rows as many as if each chose at random, until it has run."""
+    """Experts."""
 
 
 def main() -> None:
@@ -215,27 +208,18 @@ def measure(
             )
         expected: dict[tuple[int, bool], Any] = {}
         for case, built in zip(cases, programs, strict=True):
-            if built and is_right(case, out := built.program(*built.args), expected):
-                if case.rows < MANY and not case.dense:
-                    built = counted(built, out[2], sizes)
+            if built is not None and is_right(case, built, expected):
                 yield case, built, fastest(built.program, *built.args, calls=3) / built.layers
 
 
-def is_right(case: Case, out: Any, expected: dict[tuple[int, bool], Any]) -> bool:
+def is_right(case: Case, built: Built, expected: dict[tuple[int, bool], Any]) -> bool:
     """Whether what is tried gives what the rule's launch gives, but for rounding."""
-    found = np.asarray(out[0], np.float32)
+    found = np.asarray(built.program(*built.args)[0], np.float32)
     wanted = expected.setdefault((case.rows, case.dense), found)
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
     if not error < MOST_ERROR:
         print(f"{case}: WRONG, it differs by {error:.1e} from the rule's", flush=True)
     return bool(error < MOST_ERROR)
-
-
-def counted(built: Built, scores: Any, sizes: Model) -> Built:
-    """With the experts that its rows had: the mean over layers."""
-    chosen = np.argsort(-np.asarray(jnp.stack(scores).sum(1)), axis=-1)[..., : sizes.top_k]
-    touched = float(np.mean([np.unique(each).size for each in chosen]))
-    return built._replace(bytes=built.bytes * touched / built.touched, touched=touched)
 
 
 def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | None:
@@ -279,10 +263,9 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     layers = 4 if case.rows >= MANY else 16
     keys = jax.random.split(jax.random.key(case.rows), 2)
     x = jax.random.normal(keys[0], (case.rows, sizes.embed), jnp.bfloat16)
-    few, width = case.rows < MANY, sizes.embed if case.rows < MANY else case.rows
-    routes = jax.random.normal(keys[1], (layers, sizes.experts, width), jnp.bfloat16)
-    routes = routes * sizes.embed**-0.5 if few else routes.swapaxes(1, 2)
-    touched = sizes.experts * (1 - (1 - sizes.top_k / sizes.experts) ** case.rows)
+    logits = jax.random.normal(keys[1], (layers, case.rows, sizes.experts), jnp.float32)
+    chosen = np.argsort(-np.asarray(logits), axis=-1)[..., : sizes.top_k]
+    touched = float(np.mean([np.unique(each).size for each in chosen]))
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
@@ -294,33 +277,32 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     else:
         arrays, function = stacked, sparse_layers
 
-    def chain(x: Any, parts: Any, routes: Any, norm: Any, w: Any, *, target: Target) -> Any:
-        return function(x, parts, routes, norm, w, sizes, target=target)
+    def chain(x: Any, logits: Any, norm: Any, w: Any, *, target: Target) -> Any:
+        return function(x, logits, norm, w, sizes, target=target)
 
     def program(*args: Any) -> Any:
-        return pdl.call(chain, *args, target=target) if few else chain(*args, target=target)
+        if case.rows >= MANY:
+            return chain(*args, target=target)
+        return pdl.call(chain, *args, target=target)
 
-    args = (x, jnp.zeros((1, *x.shape), jnp.float32), routes, norm, arrays)
+    args = (x, logits, norm, arrays)
     of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts
     size = of_one * (math.ceil(touched) if case.dense else touched)
     return Built(jax.jit(program).lower(*args).compile(), args, layers, size, touched)
 
 
 def sparse_layers(
-    x: Any, parts: Any, routes: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
+    x: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
 ) -> Any:
-    own: Any = {"activation": sizes.activation, "target": target}
-    routing, scores = Routing(num_experts=sizes.experts, top_k=sizes.top_k), list[Any]()
-    for index in range(routes.shape[0]):
+    routing = Routing(num_experts=sizes.experts, top_k=sizes.top_k)
+    normed = x
+    for index in range(logits.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        given = x, parts, norm, routes[index], layer
-        if x.shape[0] < MANY:
-            x, _, each, parts = mixture(*given, routing=routing, eps=EPS, **own)
-            scores.append(each)
-        else:
-            x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
-            parts = experts(normed, *route(routes[index], routing, target=target), layer, **own)
-    return x, parts, scores
+        ids, weight = route(logits[index], routing, target=target)
+        parts = experts(normed, ids, weight, layer, activation=sizes.activation, target=target)
+        both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
+        x, normed = both
+    return x, normed
 
 
 def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
@@ -339,15 +321,14 @@ def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
     return gate_up, down
 
 
-def dense_layers(
-    x: Any, parts: Any, routes: Any, norm: Any, w: Any, _: Model, *, target: Target
-) -> Any:
-    for index in range(routes.shape[0]):
+def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Target) -> Any:
+    normed = x
+    for index in range(logits.shape[0]):
         gate_up, down = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
         hidden = gated_linear(normed, gate_up, target=target)
         parts = linear(hidden, down, target=target)
-    return x, parts
+        x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
+    return x, normed
 
 
 def profile(built: Built) -> dict[str, float]:

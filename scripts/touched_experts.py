@@ -15,8 +15,7 @@ from jaxserve.models import decoder, layer
 from jaxserve.plan import StepPlan
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
-from jaxserve_kernels.experts import Mixed, Routing, mixture, route
-from jaxserve_kernels.target import Target
+from jaxserve_kernels.experts import route
 
 
 def touched_experts(
@@ -26,7 +25,7 @@ def touched_experts(
     over all steps but the first `warm`. Compiles programs of its own and allocates another KV
     cache; rows are never padded."""
     counts: list[int] = []
-    with mock.patch.object(layer, "mixture", counting(counts)):
+    with mock.patch.object(layer, "route", counting(counts)):
         runner = Runner(config, params, Metrics("touched"))
         runner.compile(os.cpu_count() or 1, lambda name, done: None)
     found: list[float] = []
@@ -42,16 +41,14 @@ def touched_experts(
     return found
 
 
-def counting(counts: list[int]) -> Callable[..., Mixed]:
-    """`mixture`, which as it runs appends how many experts its tokens have together."""
+def counting(counts: list[int]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`route`, which as it runs appends how many experts its tokens have together."""
 
-    def counted(*args: Any, routing: Routing, router_bias: Any, target: Target, **rest: Any) -> Any:
-        own = {"routing": routing, "router_bias": router_bias, "target": target}
-        found = mixture(*args, **own, **rest)
-        ids, _ = route(found.scores, routing, router_bias, target=target)
+    def counted(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        ids, weights = route(*args, **options)
         ranked = ids.ravel().sort()
         touched = 1 + (ranked[1:] != ranked[:-1]).sum()
         jax.debug.callback(lambda count: counts.append(int(count)), touched)
-        return found
+        return ids, weights
 
     return counted

@@ -60,9 +60,7 @@ def as_it_is(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, *
 
 def scored(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, **on: Any) -> Any:
     """The norm and the router's product are one kernel."""
-    from jaxserve_kernels.experts import triton_few
-
-    x, token, scores = triton_few.norm_and_score(x, parts, norm, EPS, router, **on)
+    x, token, scores = few_tokens.norm_and_score(x, parts, norm, EPS, router, **on)
     return x, routed(token, scores, w, sizes, **on)
 
 
@@ -70,11 +68,9 @@ def few(
     x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, resident: int, **on: Any
 ) -> Any:
     """And products find their experts themselves."""
-    from jaxserve_kernels.experts import triton_few
-
-    x, token, scores = triton_few.norm_and_score(x, parts, norm, EPS, router, **on)
+    x, token, scores = few_tokens.norm_and_score(x, parts, norm, EPS, router, **on)
     own = (token, scores, routing_of(sizes), w, sizes.activation)
-    return x, triton_few.experts(*own, resident=resident, **on)
+    return x, few_tokens.experts(*own, resident=resident, **on)
 
 
 def routed(token: Any, scores: Any, w: Any, sizes: Model, **on: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,20 +14,10 @@ from tests.aot.compiled_steps import missing
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 
-from jaxserve_kernels import pdl, ptxas, weights
-from jaxserve_kernels.experts import (
-    ExpertActivation,
-    ExpertWeights,
-    Routing,
-    experts,
-    mixture,
-    route,
-)
+from jaxserve_kernels import pdl, weights
+from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
 from jaxserve_kernels.op import Choice
-from jaxserve_kernels.pdl import plan
-from jaxserve_kernels.pdl.describe import describe
 from jaxserve_kernels.target import Target
-from tests.aot.test_few_tokens import disassembled
 
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda weight: weight,
@@ -45,7 +34,7 @@ def abstract(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def mixture_of(
+def mixture(
     sizes: tuple[int, int, int, int], name: str, *, biases: bool
 ) -> tuple[Routing, ExpertWeights]:
     count, k, embed, width = sizes
@@ -77,7 +66,7 @@ def arguments(routing: Routing, w: ExpertWeights, tokens: int) -> tuple[Any, ...
 def choices(target: Target, sizes: Any, name: str, tokens: int) -> dict[str, Choice]:
     seen: list[Choice] = []
     oss = sizes == GPT_OSS
-    routing, w = mixture_of(sizes, name, biases=oss)
+    routing, w = mixture(sizes, name, biases=oss)
     function = layer("swiglu_oss" if oss else "silu", routing)
     observing = target.replace(observe=seen.append)
     args = arguments(routing, w, tokens)
@@ -106,7 +95,7 @@ def test_many_tokens_on_hopper_with_biases_compile() -> None:
     (1, ["route"]), (8, ["route", "order_pairs"]),
 ])  # fmt: skip
 def test_what_comes_before_the_products(tokens: int, expected: list[str]) -> None:
-    routing, w = mixture_of(QWEN, "int4", biases=False)
+    routing, w = mixture(QWEN, "int4", biases=False)
     function, target = layer("silu", routing), Target.for_gpu(90).replace(pdl=True)
     args = arguments(routing, w, tokens)
     jaxpr = jax.make_jaxpr(lambda *args: function(*args, target=target))(*args).jaxpr
@@ -116,7 +105,7 @@ def test_what_comes_before_the_products(tokens: int, expected: list[str]) -> Non
 
 @pytest.mark.parametrize("tokens", [1, 64, 256])
 def test_a_layer_of_few_tokens_is_one_chain_of_launches(tokens: int) -> None:
-    routing, w = mixture_of(QWEN, "bf16", biases=False)
+    routing, w = mixture(QWEN, "bf16", biases=False)
     function = layer("silu", routing)
     target = Target.for_gpu(90)
     args = arguments(routing, w, tokens)
@@ -124,36 +113,3 @@ def test_a_layer_of_few_tokens_is_one_chain_of_launches(tokens: int) -> None:
     names = [each.primitive.name for each in traced.jaxpr.eqns]
     assert names.count("triton_kernel_call") == 0, names
     assert len(names) == 1, names
-
-
-@pytest.mark.parametrize(("sizes", "name", "tokens"), [
-    (QWEN, "bf16", 1),
-    pytest.param(QWEN, "int4", 8, marks=pytest.mark.slow),
-    pytest.param(GPT_OSS, "mxfp4", 1, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_few_tokens_are_three_kernels_and_down_reads_early(
-    sizes: Any, name: str, tokens: int, tmp_path: Path
-) -> None:
-    """Nearly all that a program of down reads of an expert it asks for before it waits."""
-    routing, w = mixture_of(sizes, name, biases=False)
-    embed = sizes[2]
-
-    def call(*args: Any, target: Target) -> Any:
-        return mixture(*args, routing=routing, eps=1e-6, target=target)
-
-    args = (
-        abstract((tokens, embed)), abstract((8, tokens, embed), jnp.float32), abstract((embed,)),
-        abstract((routing.num_experts, embed)), w,
-    )  # fmt: skip
-    target = Target.for_gpu(90)
-    traced = jax.jit(lambda *args: pdl.call(call, *args, target=target)).trace(*args)
-    (chain,) = traced.jaxpr.eqns
-    launches = [describe(each.equation) for each in plan.make(chain.params["jaxpr"]).calls]
-    names = [each.code.name for each in launches]
-    assert names == ["_norm_and_score", "_gate_up", "_down"]
-    cubin = ptxas.assemble(launches[-1].code.ptx, 90)
-    assert cubin is not None
-    (tmp_path / "kernel.cubin").write_bytes(cubin)
-    before, after = disassembled(tmp_path).split("ACQBULK", 1)
-    assert before.count("LDGSTS") > 0 and "REDUX" in before and "SHFL" not in before
-    assert "LDGSTS" in after

@@ -17,13 +17,12 @@ from jaxserve_kernels.triton_call import triton_call
 
 
 @triton.jit
-def normed(
-    x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, stores,
+def _normed(
+    x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the program's row plus its updates, if it is the one that `stores`, and returns it
-    with the norm, in x's dtype.
+    """Stores the program's row plus its updates, and returns it with the norm, in x's dtype.
 
     Updates are `stride` apart. Where the compiler does not know that number, it cannot tell that
     they are aligned, and loads each element by itself.
@@ -45,14 +44,14 @@ def normed(
         update += bias
     update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
     total = (x.to(tl.float32) + update).to(x.dtype)
-    tl.store(total_ptr + row + column, total, mask=mask & stores)
+    tl.store(total_ptr + row + column, total, mask=mask)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
-    result = wide * scale
+    normed = wide * scale
     if weight.dtype == x.dtype:
-        result = result.to(x.dtype).to(tl.float32)
-    result *= weight.to(tl.float32)
-    return result.to(x.dtype)
+        normed = normed.to(x.dtype).to(tl.float32)
+    normed *= weight.to(tl.float32)
+    return normed.to(x.dtype)
 
 
 @triton.jit
@@ -61,13 +60,13 @@ def _kernel(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    result = normed(
-        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, True,
+    normed = _normed(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
         stride, embed, eps, parts, BIAS, BLOCK, EARLY,
     )  # fmt: skip
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * embed + column
-    tl.store(out_ptr + at, result, mask=column < embed)
+    tl.store(out_ptr + at, normed, mask=column < embed)
 
 
 @triton.jit
@@ -76,12 +75,12 @@ def _quantizing(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    result = normed(
-        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, True,
+    normed = _normed(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
         stride, embed, eps, parts, BIAS, BLOCK, False,
     ).to(tl.float32)  # fmt: skip
     store_quantized(
-        result, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
+        normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
     )  # fmt: skip
 
 

@@ -1,9 +1,7 @@
 """Mixtures of experts: the router's choice, and the products of each token with its experts."""
 
 from jaxserve_kernels.experts.api import experts as experts
-from jaxserve_kernels.experts.api import mixture as mixture
 from jaxserve_kernels.experts.api import route as route
 from jaxserve_kernels.experts.types import ExpertActivation as ExpertActivation
 from jaxserve_kernels.experts.types import ExpertWeights as ExpertWeights
-from jaxserve_kernels.experts.types import Mixed as Mixed
 from jaxserve_kernels.experts.types import Routing as Routing

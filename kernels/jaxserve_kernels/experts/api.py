@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import reference
 from jaxserve_kernels.experts.config import (
     Config,
     choose,
     describe,
-    few_refuses,
     hopper_refuses,
 )
-from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Mixed, Routing
-from jaxserve_kernels.matmul import linear
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.op import (
     NO_KERNELS,
     NOT_HOPPER,
@@ -51,31 +47,6 @@ def experts(
     Each choice of a token's may be a part: of few tokens in float32, of many rounded.
     """
     return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
-
-
-def mixture(
-    x: Array,
-    update: Array | None,
-    norm: Array,
-    router: Array,
-    w: ExpertWeights,
-    *,
-    routing: Routing,
-    eps: float,
-    update_bias: Array | None = None,
-    router_bias: Array | None = None,
-    activation: ExpertActivation = "silu",
-    target: Target,
-) -> Mixed:
-    """What is between a layer's attention and its end: `add_rms_norm` of x [tokens, embed] and
-    `update`, the product with the router [rows, embed], `route`, and `experts`."""
-    return _MIXTURE(
-        *(x, update, norm, router, w, update_bias, router_bias),
-        routing=routing,
-        eps=eps,
-        activation=activation,
-        target=target,
-    )
 
 
 def _kernel_routes(
@@ -153,70 +124,6 @@ def _definition(
     return reference.experts(x, ids, weights, w, activation)
 
 
-def _configure_few(
-    x: Array,
-    update: Array | None,
-    _norm: Array,
-    router: Array,
-    w: ExpertWeights,
-    *_: Any,
-    target: Target,
-    **__: Any,
-) -> Refusal | None:
-    if not target.uses_triton():
-        return NO_KERNELS
-    return few_refuses(x, update, router, w, target=target)
-
-
-def _few(
-    _: None,
-    x: Array,
-    update: Array,
-    norm: Array,
-    router: Array,
-    w: ExpertWeights,
-    update_bias: Array | None,
-    router_bias: Array | None,
-    *,
-    routing: Routing,
-    eps: float,
-    activation: ExpertActivation,
-    target: Target,
-) -> Mixed:
-    from jaxserve_kernels.experts import triton_few  # needs Triton: only for GPUs
-
-    x, normed, scores = triton_few.norm_and_score(
-        x, update, norm, eps, router, bias=update_bias, target=target
-    )
-    parts = triton_few.experts(
-        normed, scores, routing, w, activation, bias=router_bias, target=target
-    )
-    return Mixed(x, normed, scores.reshape(1, *scores.shape), parts)
-
-
-def _apart(
-    _: None,
-    x: Array,
-    update: Array | None,
-    norm: Array,
-    router: Array,
-    w: ExpertWeights,
-    update_bias: Array | None,
-    router_bias: Array | None,
-    *,
-    routing: Routing,
-    eps: float,
-    activation: ExpertActivation,
-    target: Target,
-) -> Mixed:
-    both: Any = add_rms_norm(x, update, norm, eps, bias=update_bias, target=target)
-    x, normed = both
-    scores = linear(normed, router, jnp.float32, target=target)
-    ids, weights = route(scores, routing, router_bias, target=target)
-    parts = experts(normed, ids, weights, w, activation=activation, target=target)
-    return Mixed(x, normed, scores, parts)
-
-
 _ROUTE = Op(
     name="route",
     implementations=(
@@ -235,12 +142,4 @@ _EXPERTS = Op(
         Implementation(name="reference", configure=anything, run=_definition, kernels=False),
     ),
     describe=describe,
-)
-_MIXTURE = Op(
-    name="mixture",
-    implementations=(
-        Implementation(name="triton, few", configure=_configure_few, run=_few),
-        Implementation(name="one after the other", configure=anything, run=_apart, kernels=False),
-    ),
-    describe=lambda x, _update, _norm, _router, w, *_, **__: describe(x, None, None, w),
 )

@@ -10,9 +10,9 @@ from jax import Array
 
 from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
-from jaxserve_kernels.op import NOT_PDL, Refusal
+from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import Kind, is_quantized
+from jaxserve_kernels.weights import is_quantized
 
 
 class Limits(NamedTuple):
@@ -20,7 +20,6 @@ class Limits(NamedTuple):
 
     most_parts_tokens: int
     hopper_tokens: int
-    few_tokens: int
 
 
 def limits_of(target: Target) -> Limits:
@@ -71,35 +70,6 @@ def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) ->
     if x.dtype != jnp.bfloat16 or w.gate_up.dtype != x.dtype or w.down.dtype != x.dtype:
         return Refusal("not in bfloat16")
     return Refusal("not whole tiles of 64 inputs") if any(each % 64 for each in inputs) else None
-
-
-def few_refuses(
-    x: Array,
-    update: Array | None,
-    router: Array,
-    w: ExpertWeights,
-    *,
-    target: Target,
-) -> Refusal | None:
-    """Whether `mixture` takes `triton_few`."""
-    if not target.pdl:
-        return NOT_PDL
-    most = limits_of(target).few_tokens
-    if x.shape[0] > most:
-        return Refusal(f"more than {most} tokens")
-    if update is None:
-        return Refusal("there is nothing to add")
-    if x.dtype != jnp.bfloat16 or is_quantized(router) or router.dtype != x.dtype:
-        return Refusal("not in bfloat16")
-    for name, inputs in (("gate_up", x.shape[1]), ("down", w.width)):
-        weight = stacked(getattr(w, name))
-        if weight is None or (weight.operand and weight.operand.kind == Kind.OTHER):
-            return Refusal(f"it does not know the codes of {name}")
-        _, rows, depth = getattr(w, name).shape
-        refusal = _unlike(rows, depth, inputs, weight)
-        if refusal is not None:
-            return refusal
-    return None
 
 
 def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:

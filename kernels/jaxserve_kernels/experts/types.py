@@ -50,16 +50,6 @@ class ExpertWeights(NamedTuple):
         return self.gate_up.shape[-2] // 2
 
 
-class Mixed(NamedTuple):
-    """What a mixture gives."""
-
-    x: Array  # [tokens, embed], with what was to be added to it
-    normed: Array  # [tokens, embed], in x's dtype
-    scores: Array  # float32 [parts, tokens, rows of the router]
-    parts: Array
-    """[parts, tokens, embed], of the experts: as of `matmul.linear`."""
-
-
 class Stacked(NamedTuple):
     """A stacked weight as kernels take it."""
 

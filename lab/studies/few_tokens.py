@@ -1,4 +1,5 @@
-"""A router and the experts of few tokens as three kernels of a chain, launched early (PDL).
+"""A router and the experts of few tokens as three kernels of a chain, launched early (PDL): in
+place of five (one token) or six, a candidate that no card has timed. See `bench_few_tokens`.
 
 The first adds and normalises a token, and scores it: what it reads of the router it has by the time
 the token is there. In the two others each program finds its expert, and that expert's tokens, from
@@ -23,8 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import gating
-from jaxserve_kernels.add_rms_norm.triton import normed
-from jaxserve_kernels.dense_matmul.triton_streaming import accumulate as accumulate_plain
+from jaxserve_kernels.add_rms_norm.triton import _normed
+from jaxserve_kernels.dense_matmul.triton_streaming import _accumulate
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
@@ -58,14 +59,15 @@ def _norm_and_score(
     parts: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A program scores a token with some rows of the router, and the first one writes the token."""
+    """A program scores a token with some rows of the router. All write the same sum, and the first
+    one its norm."""
     column = tl.arange(0, BLOCK)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = (row < n)[:, None] & (column < embed)[None, :]
     w = tl.load(w_ptr + row[:, None] * embed + column[None, :], mask=there, other=0.0)
     first = tl.program_id(1) == 0
-    token = normed(
-        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, first,
+    token = _normed(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
         stride, embed, eps, parts, BIAS, BLOCK, EARLY,
     )  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
@@ -171,7 +173,7 @@ def _sums(
         copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
         mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
         row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, copy)), n, GATED, ROWS)
-        acc = accumulate_plain(
+        acc = _accumulate(
             x_ptr, packed, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES, EARLY, True,
             copy, mma,
         )  # fmt: skip

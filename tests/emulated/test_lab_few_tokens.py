@@ -1,4 +1,4 @@
-"""The kernels of few tokens' router and experts on the emulator, against the definitions."""
+"""A candidate's kernels, for few tokens' router and experts, against the definitions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from jaxserve_kernels.experts import (
     Routing,
     experts,
     route,
-    triton_few,
 )
 from jaxserve_kernels.target import REFERENCE
+from lab.studies import few_tokens
 from tests.emulated.errors import relative_error
 from tests.emulated.test_expert_kernels import EMBED, EXPERTS, QUANTIZE, K, made
+from tests.emulator.launch import triton_call
 from tests.emulator.targets import HOPPER, PDL
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch, emulated: None) -> None:
+    monkeypatch.setattr(few_tokens, "triton_call", triton_call)
 
 
 def scores_of(seed: int, columns: int, tokens: int = 1) -> Any:
@@ -43,7 +49,7 @@ def expected(
 def test_each_format_of_weights(name: str, tokens: int, target: Any) -> None:
     x, *_, w = made(tokens, QUANTIZE[name])
     routing, scores = Routing(num_experts=EXPERTS, top_k=K), scores_of(1, EXPERTS, tokens)
-    found = triton_few.experts(x, scores, routing, w, "silu", target=target)
+    found = few_tokens.experts(x, scores, routing, w, "silu", target=target)
     assert found.shape == (K, tokens, EMBED) and found.dtype == jnp.float32
     error = relative_error(np.asarray(found).sum(0), expected(x, scores, routing, w, None))
     assert error < 4e-3
@@ -60,7 +66,7 @@ def test_biases_activations_and_inputs_past_the_last(
     scores = scores_of(2, 64, 3).at[:, 40].set(9.0)
     bias = scores_of(3, EXPERTS)[0].astype(jnp.bfloat16)
     args = 4 * x, scores, routing, w
-    found = triton_few.experts(*args, activation, bias=bias, target=PDL)
+    found = few_tokens.experts(*args, activation, bias=bias, target=PDL)
     error = relative_error(np.asarray(found).sum(0), expected(*args, bias, activation))
     assert error < 4e-3
 
@@ -78,7 +84,7 @@ def test_choices(routing: Routing) -> None:
     gate_up = jnp.zeros((48, 128, 128), jnp.bfloat16).at[:, :, 0].set(1.0)
     down = jnp.zeros((48, 64, 64), jnp.bfloat16).at[:, :, 0].set(1.0) * number
     w = ExpertWeights(gate_up, down)
-    found = triton_few.experts(x, scores, routing, w, "silu", target=PDL)
+    found = few_tokens.experts(x, scores, routing, w, "silu", target=PDL)
     ids, weights = route(scores.at[0, 3].set(-jnp.inf), routing, target=REFERENCE)
     hidden = float(jax.nn.silu(jnp.float32(1.0)).astype(jnp.bfloat16))
     wanted = np.asarray(ids, np.float32) * np.asarray(weights) * hidden
@@ -94,7 +100,7 @@ def test_scores_of_a_normed_token(embed: int, rows: int, tokens: int) -> None:
 
     x, update = normal(tokens, embed), normal(3, tokens, embed, dtype=jnp.float32)
     weight, router, bias = normal(embed), normal(rows, embed), normal(embed)
-    total, normed, scores = triton_few.norm_and_score(
+    total, normed, scores = few_tokens.norm_and_score(
         x, update, weight, 1e-6, router, bias=bias, target=PDL
     )
     own: Any = add_rms_norm(x, update, weight, 1e-6, bias=bias, target=REFERENCE)
