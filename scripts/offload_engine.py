@@ -4,6 +4,7 @@ requests found where. For scripts/bench_offload.py."""
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -75,10 +76,12 @@ class Bench:
     def __init__(self, flags: Sequence[str], folder: Path):
         options = parse_args([*flags])
         environment.prepare(options.gpu_memory_utilization)
+        from jaxserve.engine.engine import SWITCH_INTERVAL
         from jaxserve.startup.build import build_parts
         from jaxserve.startup.timeline import Timeline
         from jaxserve.weights.model_source import find_model
 
+        sys.setswitchinterval(SWITCH_INTERVAL)
         options = replace(options, kv_offload_path=options.kv_offload_path or folder)
         source = find_model(options)
         self.metrics = Metrics("bench")

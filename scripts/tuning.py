@@ -68,7 +68,12 @@ def _products(shape: Shape, tokens: int, device: Device) -> Iterator[dict[str, i
     assert isinstance(out, int)
     assert isinstance(depth, int)
     columns = max(16, tokens)
-    for rows, step, stages in itertools.product((16, 32, 64, 128), (128, 256), (3, 4, 6)):
+    steps = (64, 128) if tokens > 32 else (128, 256)  # inputs of many tokens fill the memory, too
+    # `triton_streaming` has four warps' rows, and chooses its stages itself.
+    streaming = device.compute_capability // 10 == 9
+    tiles, rings = ((64, 128), (3,)) if streaming else ((16, 32, 64, 128), (3, 4, 6))
+    least = 0.2 if tokens > 32 else 0.6  # their partial sums cost more than programs gain
+    for rows, step, stages in itertools.product(tiles, steps, rings):
         size = (rows + columns) * step * 2 * stages
         if out % rows or depth % step or size >= device.shared_memory_per_block:
             continue
@@ -81,13 +86,13 @@ def _products(shape: Shape, tokens: int, device: Device) -> Iterator[dict[str, i
             if depth // step % splits or (kind == "gated" and splits > 1):
                 continue
             full = programs / (device.multiprocessors * resident)
-            if kind != "gated" and out < 100_000 and not 0.6 <= full <= 2:
+            if kind != "gated" and out < 100_000 and not least <= full <= 2:
                 continue
             if splits > 1 and depth // step // splits < 3:
                 continue
             yield {
                 "rows": rows, "depth": step, "splits": splits,
-                "num_warps": 8 if rows == 128 else 4, "num_stages": stages,
+                "num_warps": 8 if rows == 128 and not streaming else 4, "num_stages": stages,
             }  # fmt: skip
 
 

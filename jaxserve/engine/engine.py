@@ -39,7 +39,7 @@ from jaxserve.views import Occupancy, StepView
 
 log = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL = 0.001
+SWITCH_INTERVAL = 0.001
 """Python's switch interval in seconds: how soon a busy thread yields the interpreter's lock."""
 
 _MAX_UNREAD = 16 * 1024
@@ -361,7 +361,7 @@ class AsyncEngine[P]:
     def _run(self) -> None:
         # An event loop with many streams is busy for long. With Python's default of 5 ms it would
         # delay this thread by a whole step after each wait.
-        sys.setswitchinterval(_SWITCH_INTERVAL)
+        sys.setswitchinterval(SWITCH_INTERVAL)
         try:
             parts = self._build(self._report)
             self._limits = self._limits._replace(max_model_len=parts.scheduler.max_model_len)

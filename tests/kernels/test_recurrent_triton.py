@@ -30,14 +30,14 @@ MODELS = {
 
 ONE_ROW, ROWS = decode_rows(100), decode_rows(40, 0, 2)
 PROMPTS = (300, 1000, 200, 0, 0)
-"""Tokens of each slot's prompt."""
+"""Tokens of each slot's prompt. Slot 2 holds no numbers before, so its rows begin at 0."""
 MIXES = {
     "a_prompt": Mix([Part(2, 0, 128)], 128, PROMPTS),
     "chunks_and_a_decode": Mix(
-        [Part(0, 300, 1), Part(1, 512, 192), Part(2, 128, 72)], 300, PROMPTS
+        [Part(0, 300, 1), Part(1, 512, 192), Part(2, 0, 72)], 300, PROMPTS
     ),
     "the_rest_of_a_prompt": Mix([Part(0, 256, 44), Part(1, 1000, 1)], 64, PROMPTS),
-    "no_whole_block": Mix([Part(0, 300, 1), Part(2, 192, 8)], 12, PROMPTS),
+    "no_whole_block": Mix([Part(0, 300, 1), Part(1, 192, 8)], 12, PROMPTS),
 }
 # Rounded to 8 bits an output differs by 2e-3; sums of products of halves of numbers by 2e-5.
 BOUNDS = {"float32": Bounds(1e-5, 1e-5), "bfloat16": Bounds(6e-3, 1e-4)}
