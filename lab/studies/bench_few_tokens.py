@@ -1,6 +1,6 @@
 """Layers of experts of few tokens, launched in other ways, in turns in one process.
 
-    python lab/studies/bench_few_tokens.py --out few_tokens.json
+    python -m lab.studies.bench_few_tokens --out few_tokens.json
 
 A layer: the norm that adds what is before it, the router, its choice, the experts' products. Layer
 after layer as one chain, whose buffers do not move. Each way's result is compared with that of the
@@ -38,6 +38,7 @@ from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import Routing, experts, route
 from jaxserve_kernels.matmul import linear
 from jaxserve_kernels.target import Target
+from lab.studies import few_tokens
 
 DEPTH = 16
 """Layers of a chain."""

@@ -43,8 +43,14 @@ def expected(
 
 
 @pytest.mark.parametrize(("name", "tokens", "target"), [
-    ("bf16", 1, HOPPER), ("bf16", 5, PDL), ("bf16", 11, PDL), ("int4", 1, PDL), ("fp8", 5, PDL),
-    ("mxfp4", 1, PDL), ("nvfp4", 5, PDL),
+    ("bf16", 1, PDL), ("bf16", 5, PDL),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            ("bf16", 1, HOPPER), ("bf16", 11, PDL), ("int4", 1, PDL), ("fp8", 5, PDL),
+            ("mxfp4", 1, PDL), ("nvfp4", 5, PDL),
+        )
+    ),
 ])  # fmt: skip
 def test_each_format_of_weights(name: str, tokens: int, target: Any) -> None:
     x, *_, w = made(tokens, QUANTIZE[name])
@@ -55,6 +61,7 @@ def test_each_format_of_weights(name: str, tokens: int, target: Any) -> None:
     assert error < 4e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oss"])
 @pytest.mark.parametrize("name", ["bf16", "mxfp4"])
 def test_biases_activations_and_inputs_past_the_last(

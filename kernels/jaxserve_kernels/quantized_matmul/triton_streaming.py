@@ -51,14 +51,12 @@ def _copy(place, source, tile, left, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _copy_inputs(
-    place, x, depth, at, tile, left, k: gl.constexpr, columns: gl.constexpr
-):  # fmt: skip
-    """A k-step's part of the tokens, `at` inputs from x's own."""
+def _copy_inputs(place, x, depth, tile, left, columns: gl.constexpr, k: gl.constexpr):
+    """A k-step's part of the tokens, `depth` of which are at x."""
     there, _ = gl.broadcast(tile < left, x)
     if columns < k:
-        there = there & (depth + at < columns)
-    async_copy.async_load(place, x + at, mask=there)
+        there = there & (depth < columns)
+    async_copy.async_load(place, x, mask=there)
 
 
 @gluon.jit
@@ -135,8 +133,8 @@ def accumulate(
         of_row = of_row * 64 + row % 64
     lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
+    x = x_ptr + lane % TOKENS * columns + (first + lane // TOKENS) * 128 + depth
     depth = (first + lane // TOKENS) * 128 + depth
-    x = x_ptr + lane % TOKENS * columns + depth
     # A token that is not there is like a tile past the last one.
     tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
 
@@ -159,8 +157,8 @@ def accumulate(
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:
             left = steps - k_step * K_TILES
-            at = k_step * (K_TILES * 128)
-            _copy_inputs(x_ring.index(k_step), x, depth, at, tile_of_x, left, k, columns)
+            past = k_step * (K_TILES * 128)
+            _copy_inputs(x_ring.index(k_step), x + past, depth + past, tile_of_x, left, columns, k)
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
@@ -182,8 +180,8 @@ def accumulate(
                 _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
                 _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
-            at = later * (K_TILES * 128)
-            _copy_inputs(x_ring.index(place), x, depth, at, tile_of_x, left, k, columns)
+            past = later * (K_TILES * 128)
+            _copy_inputs(x_ring.index(place), x + past, depth + past, tile_of_x, left, columns, k)
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
