@@ -178,8 +178,8 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows >= MANY and case.format == "bf16":
-        return  # Hopper's kernel has no parameters
+    if case.rows >= MANY and Target.here().runs_hopper_kernels():
+        return  # its kernel has no parameters
     tokens = 64 if case.rows >= MANY else 16 if case.rows <= 64 else 32
     for rows, warps, stages in TRIES[case.rows >= MANY]:
         each = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages)
