@@ -45,6 +45,9 @@ Overload: requests arrive at random times, `--load` times as many as the server 
 completes with the most clients. `goodput` counts the tokens of those whose first token came within
 `--ttft` seconds and whose others came within `--tpot` on average.
 
+`step_times` of the result is a table as `lab.simulation.simulate_speculation` takes it: copied into
+a file with what it is of, it gives the study and the figure measured verify steps.
+
 For heads no server starts (`head_costs.py`): the steps of one engine are timed without a head and
 with one. Their ratio is what a head costs where nothing is accepted.
 """
@@ -171,13 +174,13 @@ def serve_and_measure(parts: list[str], args: argparse.Namespace, report: Report
             model = str(Path(folder) / "shape")
             chain_weights.write_shape(shape(args.model), Path(model))
             flags += ["--load-format", "dummy"]
-        began = time.monotonic()
-        server = stack.enter_context(served(model, flags, args))
+        began, times = time.monotonic(), Path(folder) / "step_times.json"
+        server = stack.enter_context(served(model, flags, times, args))
         report.found |= {
             "start_s": round(time.monotonic() - began, 1),
             "weights": "real" if args.text else "made: the next token follows from the last",
             "flags": args.flags,
-            "step_times": server.step_times,
+            "step_times": json.loads(times.read_text()),
         }
         report.write()
         asyncio.run(measure(server, parts, args, report))

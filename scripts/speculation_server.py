@@ -26,17 +26,15 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str], log: Any):
         self._process, self._log = process, log
-        self.url = self.step_times = ""
-        """The second as its log tells them: those of verify steps, too."""
+        self.url = ""
 
     def wait_ready(self, deadline: float) -> None:
         """RuntimeError: it is not ready in time."""
         while time.monotonic() < deadline and self._process.poll() is None:
             text = self._text()
             if found := re.search(r"is ready: \S+ at (http\S+)/v1", text):
-                times = re.search(r"step times, .*", text)
-                self.url, self.step_times = found[1], times[0] if times else ""
-                print(self.step_times or "ready", flush=True)
+                self.url, times = found[1], re.search(r"step times, .*", text)
+                print(times[0] if times else "ready", flush=True)
                 return
             time.sleep(0.25)
         raise RuntimeError(f"the server did not become ready:\n{self._text()[-4000:]}")
@@ -57,8 +55,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(model: str, flags: list[str], args: argparse.Namespace) -> Generator[Server]:
-    """A server that is ready; it ends with the block."""
+def served(
+    model: str, flags: list[str], step_times: Path, args: argparse.Namespace
+) -> Generator[Server]:
+    """A server that is ready, and has written its step times; it ends with the block."""
     command = [sys.executable, str(ROOT / "scripts" / "switched_server.py"), "--model", model]
     command += ["--port", "0", "--gpu-memory-utilization", str(args.memory), *flags]
     command += ["--speculative-config", '{"method": "ngram"}', "--served-model-name", "served"]
@@ -66,7 +66,7 @@ def served(model: str, flags: list[str], args: argparse.Namespace) -> Generator[
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(),
+            env={**environment(), "STEP_TIMES": str(step_times)},
             stdout=written,
             stderr=subprocess.STDOUT,
             text=True,

@@ -4,7 +4,8 @@
 
 SIGUSR1: drafts are off, and the scheduler plans what a server without drafts plans. SIGUSR2: they
 are on. Send them while no request runs. A line on standard output says that it was done. Weights of
-`--load-format dummy` are those of `chain_weights.py`.
+`--load-format dummy` are those of `chain_weights.py`. Step times go to the file that the variable
+STEP_TIMES names, as `jaxserve.step_times` reads it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import jaxserve.scheduler
@@ -28,6 +30,8 @@ class Switched(jaxserve.scheduler.Scheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         _schedulers.append((self, self._verify))
+        if (file := os.environ.get("STEP_TIMES")) and (times := kwargs.get("times")):
+            times.save(Path(file))
 
 
 def _switch(number: int, _: object) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.step_times import StepTimes
 from jaxserve_checkpoints.resolve import embedded_model
 from scripts.paired import ratio_of
 from tests.e2e import family_models
@@ -132,6 +133,8 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
             assert point["on"]["steps"]["verify"] and point["on"]["accepted_per_draft_row"] > 2
     assert [each["workload"] for each in result["overload"]] == ["made-fresh", "made-edit"]
     assert all(each["ratio"] is not None for each in result["overload"])
-    assert "verify step by rows and positions" in result["step_times"]
+    file = tmp_path / "step_times.json"
+    file.write_text(json.dumps(result["step_times"]))
+    assert StepTimes.load(file).verify
     assert set(result["heads"]["mtp"]["steps"]["verify"]) == {"1x2", "1x4"}
     assert set(result["seconds"]) == {"copies", "fresh", "overload", "server", "mtp"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,47 +16,14 @@ from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Proposal, Verification
 from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
-from tests.scheduler.text_device import Text, goodput, serve
+from lab.simulation.simulate_speculation import fresh, looking_up, main, misleading, texts
+from lab.simulation.text_device import goodput, serve
 
 MS = 1e-3
 TIMES = StepTimes.load(Path(__file__).parents[2] / "lab/measurements/step_times_verify_h200.json")
 """About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
 CLIENTS = (1, 2, 8, 16, 32, 64, 256)
-
-
-def copying(draw: random.Random, every: int) -> Text:
-    """An answer that the prompt holds, with one token of `every` changed."""
-    answer = [draw.randrange(10**5) for _ in range(200)]
-    shown = [-1 - n if n % every == every - 1 else token for n, token in enumerate(answer)]
-    prompt = [*(abs(token) for token in shown), *(draw.randrange(10**5) for _ in range(60))]
-    return (*prompt, answer[0]), tuple(answer[1:])
-
-
-def fresh(draw: random.Random) -> Text:
-    tokens = [draw.randrange(10**5) for _ in range(450)]
-    return tuple(tokens[:250]), tuple(tokens[250:])
-
-
-def misleading(draw: random.Random) -> Text:
-    """The prompt has pieces of the answer, each followed by something else."""
-    answer = [draw.randrange(10**5) for _ in range(200)]
-    pieces = [answer[n : n + 5] for n in range(0, 200, 5)]
-    draw.shuffle(pieces)
-    prompt = [token for piece in pieces for token in (*piece, draw.randrange(10**5))]
-    return tuple(prompt), tuple(answer)
-
-
-def looking_up() -> Verification:
-    return Verification(proposer=Lookup(drafts=7), buckets=GPU_VERIFY)
-
-
-TEXTS = {
-    "edits": lambda draw: copying(draw, 24),
-    "many edits": lambda draw: copying(draw, 8),
-    "fresh": fresh,
-    "misleading": misleading,
-    "any": lambda draw: draw.choice([fresh, misleading, lambda d: copying(d, 16)])(draw),
-}
+TEXTS = texts()
 
 
 @pytest.mark.parametrize("clients", CLIENTS)
@@ -156,3 +123,20 @@ def test_what_is_never_accepted_is_not_trusted_for_long() -> None:
     for _ in range(300):
         found.choose(8, 500, [], unsettled=0)
     assert found.choose(8, 500, [[0.9, 0.8, 0.7]] * 8, unsettled=0) > 1, "it is tried again"
+
+
+def test_the_study_says_what_it_simulated(tmp_path: Path) -> None:
+    out = tmp_path / "study.json"
+    asked = "--texts edits,fresh --clients 2 --slots 2 --loads 1.5 --steps 60 --seconds 1 --seeds 2"
+    main([*asked.split(), "--output", str(out)])
+    result = json.loads(out.read_text())
+    assert result["simulated"] and "expected by arithmetic" in result["note"]
+    loops = {each["text"]: each for each in result["closed_loops"]}
+    assert loops["edits"]["low"] > 1.5 and loops["edits"]["verify_steps"] > 0
+    assert loops["fresh"]["ratio"] == 1.0 and loops["fresh"]["verify_steps"] == 0
+    assert [(each["text"], each["load"]) for each in result["overload"]] == [
+        ("edits", 1.5),
+        ("fresh", 1.5),
+    ]
+    assert all(each["low"] <= each["ratio"] <= each["high"] for each in result["overload"])
+    assert all(each["off_tok_per_s"] > 0 for each in result["overload"])

@@ -39,6 +39,7 @@ def serve(
     clients: int,
     steps: int,
     true: StepTimes | None = None,
+    seed: int = 0,
 ) -> Served:
     """A closed loop of so many clients over a device that is one step ahead of the host.
 
@@ -48,7 +49,7 @@ def serve(
       true: those that steps take, if they differ.
     """
     loop = _Loop(times, true or times, verification, clients)
-    draw = random.Random(clients)
+    draw = random.Random(clients + 1000 * seed)
     for number in range(clients):
         loop.add(number, texts(draw))
     numbers = itertools.count(clients)
