@@ -112,6 +112,7 @@ class _Loop:
                 max_model_len=4096,
                 max_num_batched_tokens=max(times.mixed),
                 prefix_caching=False,
+                max_queued=100_000,
             ),
             CacheConfig(num_pages=1 + clients * 64, page_size=64),
             times=times,

@@ -108,6 +108,19 @@ def test_as_many_positions_as_pay_are_computed() -> None:
     assert decision().choose(1, 500, [], unsettled=0) == 0
 
 
+def test_no_step_is_longer_for_drafts_than_a_client_may_wait_for_a_token() -> None:
+    """Three times as long as decode rows, for eight times the tokens: if the limit allows it."""
+    slow = replace(TIMES, verify={s: VerifyTime(8.4 * MS, 0.0) for s in TIMES.verify})
+    sure = [0.98**n for n in range(1, 8)]
+
+    def chosen(max_itl: float) -> int:
+        decision = Decision(LearnedTimes(slow), {8}, max_itl=max_itl)
+        return decision.choose(8, 0, [sure] * 8, unsettled=0)
+
+    assert [chosen(limit * MS) for limit in (50.0, 8.5, 8.3, 1.0)] == [8, 8, 0, 0]
+    assert decision().choose(8, 0, [sure] * 8, unsettled=0) == 8, "hardly longer is no matter"
+
+
 def test_rows_in_flight_are_gone_on_with_unless_few_would_wait() -> None:
     assert decision().choose(8, 500, [], unsettled=8) == 1
     assert decision().choose(64, 500, [], unsettled=1) == 0

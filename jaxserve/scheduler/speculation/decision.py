@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from jaxserve.scheduler.budget import MAX_SLOWDOWN
 from jaxserve.scheduler.learned_times import LearnedTimes
 
 _MARGIN = 0.03
@@ -26,9 +27,18 @@ _BELIEVED = 16.0
 class Decision:
     """Chooses the positions per row of the next step."""
 
-    def __init__(self, times: LearnedTimes, positions: Collection[int]):
-        """`positions`: of the verify buckets."""
+    def __init__(
+        self, times: LearnedTimes, positions: Collection[int], *, max_itl: float = math.inf
+    ):
+        """Returns a decision that has seen no drafts yet.
+
+        Args:
+          positions: of the verify buckets.
+          max_itl: seconds. A step with drafts takes no longer, for rows whose drafts are wrong wait
+            as long for one token; or no longer than a step with a chunk may, see `MAX_SLOWDOWN`.
+        """
         self._times, self._positions = times, sorted(set(positions))
+        self._max_itl = max_itl
         self._expected = self._accepted = 0.0
         """Drafts that rows should have had accepted, and had."""
 
@@ -61,9 +71,10 @@ class Decision:
         elif survivals:
             after = self._settling(rows, context, len(survivals))
         needed *= 1 + _MARGIN
+        longest = max(self._max_itl, MAX_SLOWDOWN * self._times.of_decode(rows, context))
         for positions in self._positions if survivals else ():
             seconds = self._times.of_verify(rows, positions, context)
-            if seconds is None:
+            if seconds is None or seconds > longest:
                 continue
             drafts = sum(sum(survival[: positions - 1]) for survival in survivals)
             rate = (rows + self.trust * drafts) / (seconds + after)
