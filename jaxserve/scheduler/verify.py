@@ -26,7 +26,7 @@ class Proposal(NamedTuple):
     """Drafts for the next row of a sequence."""
 
     positions: int
-    """The most positions that the row should compute, at least 1."""
+    """The most positions that the row should compute. 1: it has no drafts before its next row."""
     drafts: tuple[int, ...] | None
     """For position `Sequence.computed` + 1 and those after it; None: those on the device."""
     survival: tuple[float, ...] = ()
@@ -222,8 +222,9 @@ class VerifyRows:
         context = sum(seq.computed for seq in decoding)
         if chunks:
             return int(decision.settles(rows, context, unsettled))
-        survivals = [each.survival for each in proposals.values()]
-        return decision.choose(rows, context, survivals, unsettled=unsettled)
+        survivals = [each.survival for each in proposals.values() if each.positions > 1]
+        coming = [each.survival for each in proposals.values() if each.positions == 1]
+        return decision.choose(rows, context, survivals, unsettled=unsettled, coming=coming)
 
     def _planned(
         self, decoding: list[Sequence], proposals: Mapping[int, Proposal], most: int

@@ -9,6 +9,11 @@ whose first token came within `--ttft` seconds and the others within `--tpot` on
 get the same requests at the same times; a ratio is that of the sums over `--seeds` seeds, and its
 interval holds it in 95 of 100 draws of as many seeds (bootstrap).
 
+Beside drafts that are looked up, those of heads, of which nothing was trained here: how many tokens
+a row yields is what the DSpark paper publishes for Qwen3-4B (`PUBLISHED`), as if each draft were as
+probable as the others, and what the head takes is arithmetic. So their points say what the
+scheduler makes of such a head, and nothing of a head.
+
 The device knows each answer. So drafts are right where the text says so, and times are those of the
 table and nothing else: what looking up costs the host's thread is not in them.
 """
@@ -20,13 +25,15 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
 from jaxserve.startup.buckets import GPU_VERIFY
-from jaxserve.step_times import StepTimes
+from jaxserve.step_times import StepTimes, VerifyTime
 from lab.simulation.text_device import Text, goodput, serve
 
 MEASUREMENTS = Path(__file__).parents[1] / "measurements"
@@ -40,6 +47,39 @@ LOADS = (0.9, 1.5, 3.0)
 PROMPT, ANSWER = 250, 200
 """Tokens on average."""
 _DRAWS = 2000
+
+
+class Head(NamedTuple):
+    """A draft head for Qwen3-4B."""
+
+    name: str
+    text: str
+    """What it was measured with."""
+    tokens: float
+    """Of a row with seven drafts, on average, as published: deepseek-ai/DeepSpec, the paper's table
+    1, at temperature 1."""
+    seconds: float
+    """Of its passes in a verify step, for weights that are read at 4.1 TB/s."""
+
+
+PUBLISHED = (
+    Head("eagle3", "MT-Bench", 2.39, 0.7e-3),
+    Head("eagle3", "GSM8K", 5.14, 0.7e-3),
+    Head("dspark", "MT-Bench", 3.64, 0.6e-3),
+    Head("dspark", "GSM8K", 6.11, 0.6e-3),
+)
+_DRAFTS = 7
+
+
+def acceptance(tokens: float, drafts: int = _DRAFTS) -> float:
+    """Returns the probability of each draft after those before it, with which a row yields so many
+    tokens: (1 - p^(drafts + 1)) / (1 - p)."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        found = sum(middle**place for place in range(drafts + 1))
+        low, high = (middle, high) if found < tokens else (low, middle)
+    return low
 
 
 def _tokens(draw: random.Random, count: int, spread: float) -> list[int]:
@@ -178,6 +218,47 @@ def overload(args: argparse.Namespace, times: StepTimes) -> list[dict[str, Any]]
     return points
 
 
+def heads(args: argparse.Namespace, times: StepTimes) -> list[dict[str, Any]]:
+    """Tokens per second of fresh text with a head over those without."""
+    points: list[dict[str, Any]] = []
+    for head in PUBLISHED:
+        verify = {
+            shape: VerifyTime(time.seconds + head.seconds, time.per_context)
+            for shape, time in times.verify.items()
+        }
+        slower, right = replace(times, verify=verify), acceptance(head.tokens)
+        for clients in args.clients:
+            pairs: list[tuple[float, float]] = []
+            for seed in range(args.seeds):
+                own = (texts(args.spread)["fresh"], clients, args.steps, seed)
+                drafting = HeadDrafts(drafts=_DRAFTS)
+                arm = Verification(
+                    proposer=drafting, buckets=GPU_VERIFY, observe=drafting.observe, room=_DRAFTS
+                )
+                on = _loop(*own, slower, arm, right)
+                pairs.append((_loop(*own, times, None, 0.0), on))
+            found = {"head": head.name, "text": head.text, "tokens_published": head.tokens}
+            points.append({**found, "clients": clients, **ratio_of(pairs)._asdict()})
+            print(points[-1], flush=True)
+    return points
+
+
+def _loop(
+    text: Callable[[random.Random], Text],
+    clients: int,
+    steps: int,
+    seed: int,
+    times: StepTimes,
+    verification: Verification | None,
+    accepted: float,
+) -> float:
+    """Tokens per second of a closed loop."""
+    own = serve(
+        text, times, verification, clients=clients, steps=steps, seed=seed, accepted=accepted
+    )
+    return own.rate
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     def of[T](kind: Callable[[str], T]) -> Callable[[str], list[T]]:
         return lambda text: [kind(part) for part in text.split(",")]
@@ -185,6 +266,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--times", type=Path, default=TIMES, help="a table of step times, with verify steps")
+    add("--parts", type=of(str), default=["closed_loops", "heads", "overload"])
     add("--texts", type=of(str), default=["edits", "fresh", "misleading", "any"])
     add("--clients", type=of(int), default=list(CLIENTS))
     add("--slots", type=of(int), default=list(SLOTS))
@@ -203,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     began, times = time.process_time(), StepTimes.load(args.times)
     table = json.loads(args.times.read_text())
-    result = {
+    result: dict[str, Any] = {
         "simulated": True,
         "card": table.get("card"),
         "model": table.get("model"),
@@ -213,9 +295,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             name: getattr(args, name)
             for name in ("steps", "seconds", "seeds", "spread", "ttft", "tpot")
         },
-        "closed_loops": closed_loops(args, times),
-        "overload": overload(args, times),
     }
+    for part in args.parts:
+        result[part] = {"closed_loops": closed_loops, "heads": heads, "overload": overload}[part](
+            args, times
+        )
     result["cpu_s"] = round(time.process_time() - began, 1)
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")

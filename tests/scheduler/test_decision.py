@@ -12,18 +12,26 @@ import pytest
 from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.speculation.decision import Decision
+from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Proposal, Verification
 from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
-from lab.simulation.simulate_speculation import fresh, looking_up, main, misleading, texts
+from lab.simulation.simulate_speculation import (
+    acceptance,
+    fresh,
+    looking_up,
+    main,
+    misleading,
+    texts,
+)
 from lab.simulation.text_device import goodput, serve
 
 MS = 1e-3
 TIMES = StepTimes.load(Path(__file__).parents[2] / "lab/measurements/step_times_verify_h200.json")
 """About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
 CLIENTS = (1, 2, 8, 16, 32, 64, 256)
-TEXTS = texts()
+TEXTS, SPREAD = texts(), texts(0.5)
 
 
 @pytest.mark.parametrize("clients", CLIENTS)
@@ -151,5 +159,47 @@ def test_the_study_says_what_it_simulated(tmp_path: Path) -> None:
         ("edits", 1.5),
         ("fresh", 1.5),
     ]
+    gains = {(each["head"], each["text"]): each["ratio"] for each in result["heads"]}
+    assert gains["dspark", "GSM8K"] > gains["dspark", "MT-Bench"] > 1.5
+    assert sum(acceptance(3.64) ** place for place in range(8)) == pytest.approx(3.64)
     assert all(each["low"] <= each["ratio"] <= each["high"] for each in result["overload"])
     assert all(each["off_tok_per_s"] > 0 for each in result["overload"])
+
+
+SLOWER = replace(
+    TIMES,
+    verify={s: VerifyTime(t.seconds + 0.7 * MS, t.per_context) for s, t in TIMES.verify.items()},
+)
+"""With a head that makes seven passes."""
+
+
+def with_head(clients: int, accepted: float, steps: int) -> float:
+    """Tokens per second of fresh text over those without the head."""
+    head = HeadDrafts(drafts=7)
+    drafting = Verification(proposer=head, buckets=GPU_VERIFY, observe=head.observe, room=7)
+    plain, drafted = (
+        serve(SPREAD["fresh"], times, arm, clients=clients, steps=steps, accepted=accepted)
+        for times, arm in ((TIMES, None), (SLOWER, drafting))
+    )
+    return drafted.rate / plain.rate
+
+
+@pytest.mark.parametrize(("clients", "least"), [(1, 3.0), (8, 1.8), (16, 1.4)])
+def test_a_good_head_is_used_although_its_first_rows_have_no_drafts(
+    clients: int, least: float
+) -> None:
+    assert with_head(clients, accepted=0.85, steps=400) > least
+
+
+@pytest.mark.parametrize(("clients", "accepted", "steps"), [(1, 0.0, 4000), (8, 0.3, 1000)])
+def test_that_a_head_is_mostly_wrong_is_learned_once(
+    clients: int, accepted: float, steps: int
+) -> None:
+    assert with_head(clients, accepted, steps) > 0.98
+
+
+def test_drafts_that_are_still_to_come_are_not_held_against_others() -> None:
+    found, sure = decision(), [[0.9, 0.8, 0.7]] * 8
+    for _ in range(10):
+        assert found.choose(8, 500, [], unsettled=0, coming=sure) > 1
+    assert found.trust == 1.0

@@ -48,7 +48,13 @@ class Decision:
         return (self._accepted + _BELIEVED) / (self._expected + _BELIEVED)
 
     def choose(
-        self, rows: int, context: int, survivals: Sequence[Sequence[float]], *, unsettled: int
+        self,
+        rows: int,
+        context: int,
+        survivals: Sequence[Sequence[float]],
+        *,
+        unsettled: int,
+        coming: Sequence[Sequence[float]] = (),
     ) -> int:
         """Returns the positions of the rows with drafts; 1: a step that verifies nothing new, for
         rows that follow others in flight; 0: decode rows for those that do not follow.
@@ -58,6 +64,8 @@ class Decision:
           context: tokens in the cache of all of them together.
           survivals: of each sequence with drafts, `Proposal.survival`.
           unsettled: sequences that cannot decode plainly before a commit.
+          coming: of each sequence that computes one position now, behind which it has drafts. They
+            are worth as much, but none of them is accepted yet.
         """
         self._expected *= _KEPT
         self._accepted *= _KEPT
@@ -68,16 +76,17 @@ class Decision:
             seconds = self._times.of_verify(rows, 1, context)
             if seconds is not None and rows / seconds > needed:
                 best, needed = 1, rows / seconds
-        elif survivals:
-            after = self._settling(rows, context, len(survivals))
+        elif survivals or coming:
+            after = self._settling(rows, context, len(survivals) + len(coming))
         needed *= 1 + _MARGIN
         longest = max(self._max_itl, MAX_SLOWDOWN * self._times.of_decode(rows, context))
-        for positions in self._positions if survivals else ():
+        for positions in self._positions if survivals or coming else ():
             seconds = self._times.of_verify(rows, positions, context)
             if seconds is None or seconds > longest:
                 continue
             drafts = sum(sum(survival[: positions - 1]) for survival in survivals)
-            rate = (rows + self.trust * drafts) / (seconds + after)
+            later = sum(sum(survival[: positions - 1]) for survival in coming)
+            rate = (rows + self.trust * (drafts + later)) / (seconds + after)
             if rate > needed:
                 best, needed, expected = positions, rate, drafts
         self._expected += expected
