@@ -99,6 +99,7 @@ class Scheduler(Commits):
             self._learned,
             step_tokens=config.max_num_batched_tokens,
             context_pages=self._chunk_pages,
+            max_itl=config.max_itl,
         )
         self._budget = TokenBudget(
             self._learned, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
