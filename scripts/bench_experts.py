@@ -18,14 +18,11 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import gzip
 import importlib.metadata
 import itertools
 import json
 import math
 import os
-import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from card_rates import copy_bandwidth, fastest, peak_flops
+from kernel_profile import kernel_runs
 from working_tree import commit
 
 from jaxserve_kernels import pdl, weights
@@ -180,7 +178,8 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 def candidates(case: Case) -> Iterator[Case]:
     """Launches beside the rule's, of both products alike."""
-    if case.rows >= MANY and case.format == "bf16":
+    target = Target.here()
+    if case.rows >= MANY and target.uses_triton() and target.runs_hopper_kernels():
         return  # Hopper's kernel has no parameters
     tokens = 64 if case.rows >= MANY else 16 if case.rows <= 64 else 32
     for rows, warps, stages in TRIES[case.rows >= MANY]:
@@ -333,15 +332,9 @@ def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Ta
 
 def profile(built: Built) -> dict[str, float]:
     """Microseconds of each kernel in a layer."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            jax.block_until_ready(built.program(*built.args))
-        trace = next(Path(folder).rglob("perfetto_trace.json.gz"))
-        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     times: dict[str, list[float]] = collections.defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and "correlation_id" in event.get("args", {}):
-            times[re.sub(r"(_\d+)+$", "", event["name"])].append(event["dur"])
+    for each in kernel_runs(lambda: built.program(*built.args)):
+        times[each.name].append(each.us)
     return {name: round(median(each), 2) for name, each in sorted(times.items())}
 
 

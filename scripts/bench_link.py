@@ -40,7 +40,6 @@ NAMES = (
     "verified",
     "busy",
     "steps",
-    "pinned_host_arrays_are_on",
 )
 ROOT = Path(__file__).parents[1]
 _CHILD = Path(__file__).with_name("link_measurements.py")

@@ -119,6 +119,7 @@ class Rate(NamedTuple):
             "requests per second": round(len(self.ended) / self.seconds, 2),
             "ms lost per request": round((1 - share) * self.seconds / count * 1e3, 2),
             "engine, ms per turn": round(self.work.seconds / turns * 1e3, 3),
+            "before the step, ms per turn": round(self.work.before_step / turns * 1e3, 3),
             "turns per request": round(turns / count, 1),
             "turns with moves per request": round(self.work.launches / count, 1),
             "pages restored per request": round(self.work.restored / count, 1),

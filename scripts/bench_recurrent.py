@@ -2,23 +2,27 @@
 
     python scripts/bench_recurrent.py --out recurrent.json
     python scripts/bench_recurrent.py --model qwen3.5-27b --rows 1,8,64 --prompts 2048,8192
+    python scripts/bench_recurrent.py --quantization int4 --whole --profile
     python scripts/bench_recurrent.py --dry-run
 
 A layer is its delta net: projections, convolution, rule, norm, the output's projection, and the
-norm after it. A program has some layers with weights and state of their own, more than a card's L2
-holds, each of which reads what the one before gave; decode steps are one chain of kernels, as in a
-whole model. The floor is the time in which the card copies the bytes of
-the weights and those of the rows' state, read and written, at a rate measured in this process.
-Prompts are one row, computed in blocks and token by token. --dry-run has tiny shapes, to try the
-script without a card; its times mean nothing.
+norm after it; with --whole its feed-forward, too. A program has some layers with weights and state
+of their own, more than a card's L2 holds, each of which reads what the one before gave; decode
+steps are one chain of kernels, as in a whole model. The floor is the time in which the card copies
+the bytes of the weights and those of the rows' state, read and written, at a rate measured in this
+process. Prompts are one row, computed in blocks and token by token. --dry-run has tiny shapes, to
+try the script without a card; its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import math
+import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,17 +30,23 @@ from typing import Any, NamedTuple
 from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.9)
+# A program of one call would be no graph otherwise, and its kernels be launched by the host.
+os.environ["XLA_FLAGS"] += " --xla_gpu_graph_min_graph_size=1"
 
 import jax
 import jax.numpy as jnp
 from card_rates import RUNS, copy_bandwidth
+from kernel_profile import kernel_runs
+from random_weights import LAYER_FORMATS, encoder
 from working_tree import commit
 
 from jaxserve.layer_spec import DeltaNetSpec
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import delta_net
-from jaxserve.models.delta_net import DeltaNet
+from jaxserve.models.layer import Norm, feed_forward
+from jaxserve.models.layer_weights import Layer, abstract_layer
 from jaxserve.models.registry import NAMED_MODELS
+from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.matmul import add_linear
@@ -44,8 +54,6 @@ from jaxserve_kernels.records import installed
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 
-CALLS = 5
-"""Of a series."""
 LAYERS = 4
 TINY = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_width=4, block=16)
 
@@ -56,6 +64,21 @@ class Case(NamedTuple):
     kind: str
     """`decode`, `blocks`, or `one_by_one`."""
     tokens: int
+
+    @property
+    def calls(self) -> int:
+        """Of a series."""
+        return 10 if self.kind == "decode" else 5
+
+
+class Bench(NamedTuple):
+    """What all programs run on."""
+
+    spec: ModelSpec
+    weights: tuple[Layer, ...]
+    slots: int
+    whole: bool
+    """Layers have their feed-forward."""
 
 
 def main() -> None:
@@ -69,15 +92,15 @@ def main() -> None:
         "versions": {name: installed(name) for name in ("jax", "jaxlib", "triton", "jax-triton")},
         "commit": commit(),
         "model": "tiny" if args.dry_run else args.model,
+        "quantization": args.quantization,
+        "whole": args.whole,
         "layers": LAYERS,
         "copy_tb_per_s": copied / 1e12,
         "cases": [],
     }
-    slots = max(args.rows) + 1
-    weights = [random_weights(spec, layer) for layer in range(LAYERS)]
+    bench = Bench(spec, random_weights(spec, args), max(args.rows) + 1, args.whole)
     for case in cases:
-        seconds = measure(case, spec, weights, slots) / LAYERS
-        result["cases"].append(describe(case, spec, weights[0], seconds, copied))
+        result["cases"].append(describe(case, bench, measure(case, bench, args), copied))
         print(json.dumps(result["cases"][-1]), flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -85,18 +108,23 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",") if part]
 
     hybrids = sorted(name for name, spec in NAMED_MODELS.items() if spec.state is not None)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=hybrids, default=hybrids[0])
+    parser.add_argument("--quantization", choices=LAYER_FORMATS)
+    parser.add_argument("--whole", action="store_true", help="layers with their feed-forward")
     parser.add_argument("--rows", type=sizes, help="of decode steps; default 1,8,64")
     parser.add_argument("--prompts", type=sizes, help="tokens; default 2048,8192")
+    parser.add_argument("--profile", action="store_true", help="what each kernel adds, too")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--out", type=Path, help="the result as JSON, written after each case")
     args = parser.parse_args()
-    args.rows = args.rows or ([1, 2] if args.dry_run else [1, 8, 64])
-    args.prompts = args.prompts or ([40] if args.dry_run else [2048, 8192])
+    if args.rows is None:
+        args.rows = [1, 2] if args.dry_run else [1, 8, 64]
+    if args.prompts is None:
+        args.prompts = [40] if args.dry_run else [2048, 8192]
     return args
 
 
@@ -110,18 +138,11 @@ def model_of(args: argparse.Namespace) -> ModelSpec:
     return replace(spec, layers=(*(recurrent,) * LAYERS, full))
 
 
-def random_weights(spec: ModelSpec, layer: int) -> DeltaNet:
-    """Matrices of deviation in ** -0.5, gates as of models that were trained."""
-    assert spec.state is not None
-    shapes = delta_net.abstract(spec.state.delta_net, spec.embed, jnp.bfloat16)
-    keys = iter(jax.random.split(jax.random.key(layer), len(shapes)))
-    made = [
-        jax.random.normal(next(keys), each.shape, jnp.float32) * each.shape[-1] ** -0.5
-        for each in shapes
-    ]
-    pairs = zip(made, shapes, strict=True)
-    found = DeltaNet(*(each.astype(shape.dtype) for each, shape in pairs))
-    return found._replace(norm=jnp.ones_like(found.norm))
+def random_weights(spec: ModelSpec, args: argparse.Namespace) -> tuple[Layer, ...]:
+    each = abstract_layer(spec.layers[0], spec.embed, jnp.bfloat16, jnp.float32)
+    if not args.whole:
+        each = each._replace(gate_up=None, down=None, router=None, experts=None, shared=None)
+    return dummy_params((each,) * LAYERS, 0, encoder(spec, args.quantization, None))
 
 
 def step_of(case: Case, slots: int, block: int) -> RecurrentStep:
@@ -134,56 +155,105 @@ def step_of(case: Case, slots: int, block: int) -> RecurrentStep:
     return RecurrentStep.of_rows(jnp.zeros_like(ints), ints, row, last, prompts, block)
 
 
-def measure(case: Case, spec: ModelSpec, weights: list[DeltaNet], slots: int) -> float:
-    """Seconds of all layers."""
-    assert spec.state is not None
-    target, own_block = Target.here(), spec.state.delta_net.block
+class Program(NamedTuple):
+    """Compiled, with what it runs on."""
 
-    norm = jnp.ones(spec.embed, jnp.float32)
+    run: Callable[..., Any]
+    """(x, state, weights, step) -> output, state."""
+    x: jax.Array
+    step: RecurrentStep
 
-    def layers(
-        x: jax.Array, state: RecurrentState, weights: list[DeltaNet], step: RecurrentStep,
-        norm: jax.Array, *, target: Target,
-    ) -> Any:  # fmt: skip
-        normed = x
-        for layer, each in enumerate(weights):
-            mixed, state = delta_net.mix(each, normed, state, layer, step, spec, target=target)
-            x, out = add_linear(x, mixed, each.out, biased=False, target=target)
-            x, normed = add_rms_norm(x, out, norm, spec.norm_eps, target=target)
-        return normed, state
+    @classmethod
+    def of(cls, case: Case, bench: Bench) -> Program:
+        assert bench.spec.state is not None
+        step = step_of(case, bench.slots, bench.spec.state.delta_net.block)
+        target, shape = Target.here(), (case.tokens, bench.spec.embed)
 
-    def run(x: jax.Array, state: RecurrentState, weights: list[DeltaNet], norm: jax.Array) -> Any:
-        own = (x, state, weights, step_of(case, slots, own_block), norm)
-        if case.kind == "decode":
-            return pdl.call(layers, *own, target=target)
-        return layers(*own, target=target)
+        def layers(
+            x: jax.Array, state: RecurrentState, weights: tuple[Layer, ...], step: RecurrentStep,
+            *, target: Target,
+        ) -> Any:  # fmt: skip
+            normed = x
+            for index, layer in enumerate(weights):
+                own = (x, normed, state, layer, index, step)
+                x, normed, state = one_layer(*own, bench, target=target)
+            return normed, state
 
-    abstract = delta_net.abstract_state(spec, jnp.bfloat16, slots)
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-    x = jax.random.normal(jax.random.key(0), (case.tokens, spec.embed), jnp.bfloat16)
-    program = jax.jit(run, donate_argnums=1)
-    best = math.inf
-    for run in range(RUNS + 1):
+        def run(*args: Any) -> Any:
+            if case.kind == "decode":
+                return pdl.call(layers, *args, target=target)
+            return layers(*args, target=target)
+
+        x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+        return cls(jax.jit(run, donate_argnums=1), x, step)
+
+    def calls(self, state: RecurrentState, bench: Bench, count: int) -> RecurrentState:
+        """The state behind so many; waits for them."""
+        for _ in range(count):
+            out, state = self.run(self.x, state, bench.weights, self.step)
+            del out
+        return jax.block_until_ready(state)
+
+
+def one_layer(
+    x: jax.Array, normed: Any, state: Any, layer: Layer, index: int, step: RecurrentStep,
+    bench: Bench, *, target: Target,
+) -> Any:  # fmt: skip
+    """x, x with the next norm, and the state."""
+    assert layer.delta is not None
+    spec = bench.spec
+    own = (layer.delta, normed, state, index, step, spec)
+    mixed, state = delta_net.mix(*own, target=target)
+    if bench.whole:
+        norm = Norm(layer.attention_norm)
+        return *feed_forward(layer, norm, x, mixed, spec, target=target), state
+    x, out = add_linear(x, mixed, layer.delta.out, biased=False, target=target)
+    return *add_rms_norm(x, out, layer.mlp_norm, spec.norm_eps, target=target), state
+
+
+def measure(case: Case, bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of a layer, and of its kernels."""
+    shapes = delta_net.abstract_state(bench.spec, jnp.bfloat16, bench.slots)
+    state: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    program = Program.of(case, bench)
+    state, best = program.calls(state, bench, 1), math.inf  # compiles
+    for _ in range(RUNS):
         start = time.perf_counter()
-        for _ in range(CALLS if run else 1):  # the first one compiles
-            out, state = program(x, state, weights, norm)
-        jax.block_until_ready(out)
-        best = min(best, (time.perf_counter() - start) / CALLS) if run else math.inf
-    return best
+        state = program.calls(state, bench, case.calls)
+        best = min(best, (time.perf_counter() - start) / case.calls)
+    found: dict[str, Any] = {"us": best / LAYERS * 1e6}
+    if args.profile:
+        found["kernels_us"] = kernels_of(program, state, bench)
+    return found
 
 
-def describe(
-    case: Case, spec: ModelSpec, weights: DeltaNet, seconds: float, copied: float
-) -> dict[str, Any]:
-    """One layer's time."""
-    found: dict[str, Any] = {**case._asdict(), "us": seconds * 1e6}
+def kernels_of(program: Program, state: RecurrentState, bench: Bench) -> dict[str, float]:
+    """What each kernel adds to a layer, in microseconds: by place and name, if all kernels are
+    those of layers, or else by name."""
+    calls = 5
+    runs = kernel_runs(lambda: program.calls(state, bench, calls))
+    each, others = divmod(len(runs), calls * LAYERS)
+    times: dict[str, float] = collections.defaultdict(float)
+    for number, kernel in enumerate(runs):
+        place = "" if others else f"{number % each:02d} "
+        times[place + kernel.name] += kernel.adds_us / (calls * LAYERS)
+    return {name: round(us, 2) for name, us in sorted(times.items())}
+
+
+def describe(case: Case, bench: Bench, found: dict[str, Any], copied: float) -> dict[str, Any]:
+    """One layer's time, over the floor; of experts that is not known, of which rows touch some."""
+    result = {**case._asdict(), **found}
+    seconds = found["us"] / 1e6
     if case.kind != "decode":
-        return {**found, "tokens_per_s": case.tokens / seconds}
-    state = delta_net.abstract_state(spec, jnp.bfloat16, 1)
+        return {**result, "tokens_per_s": case.tokens / seconds}
+    if bench.whole and bench.spec.experts:
+        return result
+    state = delta_net.abstract_state(bench.spec, jnp.bfloat16, 1)
     of_row = sum(leaf.size * leaf.dtype.itemsize for leaf in state or ()) / LAYERS
-    size = sum(leaf.nbytes for leaf in weights) + 2 * case.tokens * of_row
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.weights)) / LAYERS
+    size = weights + 2 * case.tokens * of_row
     floor = size / copied
-    return {**found, "bytes": int(size), "floor_us": floor * 1e6, "over_floor": seconds / floor}
+    return {**result, "bytes": int(size), "floor_us": floor * 1e6, "over_floor": seconds / floor}
 
 
 if __name__ == "__main__":

@@ -1,31 +1,38 @@
-"""Servers that verify drafts and that do not, in turns on one card: tokens per second, over HTTP.
+"""What verifying drafts brings and costs on a card, in parts, each written as soon as it is there.
 
     python scripts/bench_speculation.py --out speculation.json
-    python scripts/bench_speculation.py --model qwen3-4b --clients 1,8,64,256 --budget 1200
-    python scripts/bench_speculation.py --model /models/Qwen3-4B --text
+    python scripts/bench_speculation.py --parts copies,fresh --clients 1,8,64,256 --budget 150
+    python scripts/bench_speculation.py --model /models/Qwen3-4B --text --parts copies,fresh
 
-Two servers start on the card, each with a share of its memory, one with `--speculative-config off`.
-Then each point is measured with the one and with the other in turns: closed loops of `--seconds`
-each, pair after pair, until the ratio's interval is `--precision` wide on each side, from three to
-`--pairs` pairs. `speedup` is the median of the pairs' ratios (`paired.py`). The servers' idle time
-costs the other nothing. Answers of a loop's first requests have lengths of their own, so that its
-clients do not march in step.
+| part | measures |
+|---|---|
+| `copies` | tokens per second, drafts on over off: prompts that hold the answer, at one client |
+| `fresh` | the same where nothing helps, at 1, 8, 64 and 256 clients |
+| `misleading` | the same where the prompt is as bad for looking up as text can be |
+| `overload` | goodput on over off, with more requests than can be served |
+| `eagle3`, `dflash`, `dspark`, `draft` | steps with a head of random weights over those without |
+| `mtp` | the same with Qwen3.5's own head, with `--mtp-layers` of its layers |
 
-Last comes overload: requests arrive at random times, `--load` times as many as the server without
-drafts completes with the most clients. `goodput` counts the tokens of those whose first token came
-within `--ttft` seconds and whose others came within `--tpot` on average.
+The first four ask one server over HTTP, whose drafts are switched off and on in turns
+(`switched_server.py`): both have the same programs, weights and step times. What a server without
+drafts has beside that is memory for some more pages. Each point is measured in pairs of closed
+loops of `--seconds` each, twice as long from 64 clients on, until the ratio's interval is
+`--precision` wide on each side, from three to `--pairs` pairs. `speedup` is the median of the
+pairs' ratios (`paired.py`). Answers of a loop's first requests have lengths of their own, so that
+its clients do not march in step.
 
 A model is only its shape, with weights whose greedy output is known beforehand
-(`chain_checkpoint.py`): random weights fall into loops, which look like a success of looking up.
-Its workloads are made, not found, and say so in their names:
+(`chain_weights.py`): random weights fall into loops, which look like a success of looking up. So
+no text is copied or quoted. Prompts are made to hold as much of the coming answer as a prompt does
+that is edited or quoted, and their names say that they are made:
 
 - `made-edit`: the prompt holds the coming answer, with one token of 24 changed, as a file does
   that is edited.
 - `made-quotes`: the prompt holds the coming answer in passages of 32 tokens in another order, as
   documents do that are quoted.
-- `made-fresh`: no token of the prompt helps.
+- `made-fresh`: no token of the prompt helps; it stands for chat. Real chat repeats itself at times.
 - `made-misleading`: the prompt holds pieces of six tokens of the answer, each followed by
-  something else. It is as bad for looking up as text can be.
+  something else.
 
 With `--text` the model is a folder of real weights, and its chats are asked to repeat files of this
 repository with a name changed (`text-edit`), to quote from its documentation (`text-quotes`), and
@@ -34,12 +41,15 @@ for short essays (`text-chat`).
 `equal` is the share of answers that are the same with drafts as without, as far as both came. In
 other shapes a step rounds differently, so near ties may differ.
 
-With `--heads eagle3,dflash,draft` no server starts: the steps of one engine are timed without a
-head and with each, of random weights. Their ratio is what a head costs where nothing is accepted.
+Overload: requests arrive at random times, `--load` times as many as the server without drafts
+completes with the most clients. `goodput` counts the tokens of those whose first token came within
+`--ttft` seconds and whose others came within `--tpot` on average.
 
-A card's first start compiles; these flags halve that:
+`step_times` of the result is a table as `lab.simulation.simulate_speculation` takes it: copied into
+a file with what it is of, it gives the study and the figure measured verify steps.
 
-    --flags "--decode-buckets 1,2,4,8,16,32,64,128,256 --prefill-buckets 64,256,1024,2048"
+For heads no server starts (`head_costs.py`): the steps of one engine are timed without a head and
+with one. Their ratio is what a head costs where nothing is accepted.
 """
 
 from __future__ import annotations
@@ -51,58 +61,148 @@ import importlib.metadata
 import itertools
 import json
 import os
-import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Generator
 from pathlib import Path
-from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import aiohttp
-import chain_checkpoint
-import head_costs
-from paired import ratio_of
-from speculation_load import Run, drive, goodput
+import chain_weights
+from speculation_points import Bench, Point, compare, line, overloaded
+from speculation_server import Server, environment, served
 from speculation_workloads import MADE, TEXTS
 
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import NAMED_MODELS, spec_of
 
 ROOT = Path(__file__).parents[1]
-ARMS = {"off": "off", "on": '{"method": "ngram"}'}
 PACKAGES = ("jaxserve", "jax", "jaxlib", "triton", "jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+class Part(NamedTuple):
+    """Points of tokens per second."""
+
+    made: tuple[str, ...]
+    """Workloads of made weights."""
+    text: tuple[str, ...]
+    """Those of real weights."""
+    clients: tuple[int, ...]
+    prompt_tokens: int
+
+
+MANY = (1, 8, 64, 256)
+LOOPS = {
+    "copies": Part(("made-edit", "made-quotes"), ("text-edit", "text-quotes"), (1,), 512),
+    "fresh": Part(("made-fresh",), ("text-chat",), MANY, 128),
+    "misleading": Part(("made-misleading",), (), MANY, 512),
+}
+STEP_PARTS = ("eagle3", "dflash", "dspark", "draft", "mtp")
+PARTS = (*LOOPS, "overload", *STEP_PARTS)
+FLAGS = "--decode-buckets 1,8,64,256 --prefill-buckets 64,512,2048 --max-model-len 2048"
+"""Of the server: buckets for the clients, and no others to compile."""
+HEAD_FLAGS = (
+    "--decode-buckets 1,8 --prefill-buckets 128 --max-model-len 4096 "
+    "--speculative-config '{\"num_speculative_tokens\": 3}'"
+)
+"""Of the engine whose steps are timed: few programs, and as many passes as EAGLE-3 heads make."""
 
 
 def main() -> int:
     args = parse_args()
-    if args.heads:
-        return head_costs.report(about(), args)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        model = args.model
-        if not args.text:
-            model = str(args.weights or Path(folder) / "chain")
-            chain_checkpoint.make(shape(args.model), Path(model))
+    wanted = args.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        raise SystemExit(f"no such part: {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    report = Report(args.out, args.budget)
+    report.found |= {**about(), "model": Path(args.model).name}
+    if served_parts := [part for part in wanted if part not in STEP_PARTS]:
+        with report.timed("server"):
+            serve_and_measure(served_parts, args, report)
+    for part in wanted:
+        if part in STEP_PARTS and not report.is_late(part):
+            heads = report.found.setdefault("heads", {})
+            with report.timed(part):
+                heads[part] = head_costs_of(part, args)
+    return 1 if "errors" in report.found else 0
+
+
+class Report:
+    """The result, written whenever a part of it is there."""
+
+    def __init__(self, file: Path | None, budget: float):
+        """`budget`: seconds from now after which nothing is begun."""
+        self._file, self._began, self._budget = file, time.monotonic(), budget
+        self.found: dict[str, Any] = {}
+
+    def write(self) -> None:
+        if self._file is not None:
+            self._file.write_text(json.dumps(self.found, indent=1) + "\n")
+
+    def is_late(self, name: str) -> bool:
+        """Whether the budget is spent; says so."""
+        late = time.monotonic() > self._began + self._budget
+        if late:
+            print(f"the budget is spent: {name} is left out", flush=True)
+            self.found.setdefault("left_out", []).append(name)
+            self.write()
+        return late
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Generator[None]:
+        """Note how long it took, or how it failed, and write. What follows goes on."""
         began = time.monotonic()
-        servers = {name: stack.enter_context(served(model, name, args)) for name in ARMS}
-        urls = {name: server.url for name, server in servers.items()}
-        started = time.monotonic() - began
-        points, overload = asyncio.run(measure(urls, args))
-    result = {
-        **about(),
-        "model": Path(args.model).name,
-        "weights": "real" if args.text else "made: the next token follows from the last",
-        "flags": args.flags,
-        "start_s": round(started, 1),
-        "step_times": {name: server.step_times for name, server in servers.items()},
-        "points": points,
-        "overload": overload,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.found.setdefault("errors", {})[name] = f"{type(error).__name__}: {error}"[:2000]
+        took = round(time.monotonic() - began, 1)
+        self.found.setdefault("seconds", {})[name] = took
+        print(f"{name}: {took} s", flush=True)
+        self.write()
+
+
+def serve_and_measure(parts: list[str], args: argparse.Namespace, report: Report) -> None:
+    """The parts that ask a server."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        model, flags = args.model, shlex.split(args.flags)
+        if not args.text:
+            model = str(Path(folder) / "shape")
+            chain_weights.write_shape(shape(args.model), Path(model))
+            flags += ["--load-format", "dummy"]
+        began, times = time.monotonic(), Path(folder) / "step_times.json"
+        server = stack.enter_context(served(model, flags, times, args))
+        report.found |= {
+            "start_s": round(time.monotonic() - began, 1),
+            "weights": "real" if args.text else "made: the next token follows from the last",
+            "flags": args.flags,
+            "step_times": json.loads(times.read_text()),
+        }
+        report.write()
+        asyncio.run(measure(server, parts, args, report))
+
+
+def head_costs_of(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The steps without a head and with one; in a process of its own, which leaves the card as it
+    was."""
+    model = args.mtp_model if part == "mtp" else args.model
+    command = [sys.executable, str(ROOT / "scripts" / "head_costs.py"), "--model", model]
+    command += ["--head", part, "--memory", str(args.memory), "--flags", args.head_flags]
+    if part == "mtp" and args.mtp_layers:
+        command += ["--layers", str(args.mtp_layers)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    for bucket, took in found["steps"]["verify"].items():
+        print(f"{part:16} verify {bucket}: {took}", flush=True)
+    return found
 
 
 def parse_args() -> argparse.Namespace:
@@ -113,24 +213,25 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--parts", default="copies,fresh,eagle3,mtp", help=f"of {', '.join(PARTS)}")
     add("--model", default="qwen3-4b", help="a named shape, or a folder")
-    add("--heads", default="", help="time the steps with these draft heads instead, see above")
     add("--text", action="store_true", help="real weights, see above")
-    add("--weights", type=Path, help="where made weights are kept (default: nowhere)")
-    add("--workloads", default=None, help="with commas between them (default: all)")
-    add("--clients", type=sizes, default=[1, 8, 32, 64, 256])
-    add("--prompt-tokens", type=int, default=512)
+    add("--clients", type=sizes, help="of all parts (default: those of each)")
+    add("--prompt-tokens", type=int, help="of all parts (default: those of each)")
     add("--output-tokens", type=int, default=192)
-    add("--seconds", type=float, default=8.0, help="of each loop")
-    add("--pairs", type=int, default=9, help="of loops at most at each point, at least 3")
+    add("--seconds", type=float, default=2.5, help="of each loop of up to 63 clients")
+    add("--pairs", type=int, default=3, help="of loops at most at each point, at least 3")
     add("--precision", type=float, default=0.02, help="share of the ratio at which a point is done")
     add("--budget", type=float, default=1500.0, help="seconds in which new points are begun")
-    add("--load", type=float, default=1.5, help="of overload; 0: none")
+    add("--load", type=float, default=1.5, help="of overload")
     add("--ttft", type=float, default=2.0, help="seconds")
     add("--tpot", type=float, default=0.05, help="seconds")
-    add("--memory", type=float, default=0.44, help="share of the card of each server")
+    add("--memory", type=float, default=0.8, help="share of the card of the server or engine")
     add("--start-timeout", type=float, default=600.0)
-    add("--flags", default="", help="further flags of both servers, in one word")
+    add("--flags", default=FLAGS, help="further flags of the server, in one word")
+    add("--head-flags", default=HEAD_FLAGS, help="of the engine of `eagle3` and so on")
+    add("--mtp-model", default="qwen3.5-27b", help="the model of `mtp`")
+    add("--mtp-layers", type=int, default=8, help="how many of its layers; 0: all")
     add("--out", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
@@ -166,209 +267,46 @@ def about() -> dict[str, Any]:
     }
 
 
-class Ready(NamedTuple):
-    """A server that serves."""
-
-    url: str
-    step_times: str
-    """As its log tells them: those of verify steps, too."""
-
-
-@contextlib.contextmanager
-def served(model: str, arm: str, args: argparse.Namespace) -> Generator[Ready]:
-    """A server that is ready; it ends with the block."""
-    paths = [str(ROOT / part) for part in ("", "kernels", "checkpoints")]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "jaxserve", "--model", model, "--port", "0"]
-    command += ["--gpu-memory-utilization", str(args.memory), *args.flags.split()]
-    command += ["--speculative-config", ARMS[arm], "--served-model-name", "served"]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True
-        )
-        try:
-            yield _address(process, log, time.monotonic() + args.start_timeout, arm)
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
-
-
-def _address(process: subprocess.Popen[str], log: Any, deadline: float, arm: str) -> Ready:
-    while time.monotonic() < deadline and process.poll() is None:
-        log.seek(0)
-        text = log.read()
-        if found := re.search(r"is ready: \S+ at (http\S+)/v1", text):
-            times = re.search(r"step times, .*", text)
-            print(f"{arm}: {times[0] if times else 'ready'}", flush=True)
-            return Ready(found[1], times[0] if times else "")
-        time.sleep(0.25)
-    log.seek(0)
-    raise SystemExit(f"the server ({arm}) did not become ready:\n{log.read()[-4000:]}")
-
-
 async def measure(
-    urls: dict[str, str], args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All points until the budget is spent, the cheapest first, and those of overload."""
-    names = args.workloads.split(",") if args.workloads else list(TEXTS if args.text else MADE)
-    timeout = aiohttp.ClientTimeout(total=120)
-    connector = aiohttp.TCPConnector(limit=0)
-    points: list[dict[str, Any]] = []
-    end = time.monotonic() + args.budget
+    server: Server, parts: list[str], args: argparse.Namespace, report: Report
+) -> None:
+    """All points until the budget is spent."""
+    timeout, connector = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        for url in urls.values():  # what is slow once
-            await drive(session, url, names[0], 2, 0.5, args, seed="warm")
-        for clients, name in itertools.product(args.clients, names):
-            if time.monotonic() > end:
-                print(f"the budget is spent: {name} of {clients} clients and more are left out")
-                break
-            point = await compare(session, urls, name, clients, args)
-            print(line(point), flush=True)
-            points.append(point)
-        overload = [await overloaded(session, urls, name, args) for name in names if args.load]
-    return points, overload
+        bench = Bench(server, session, args)
+        first = next(iter(TEXTS)) if args.text else MADE[0]
+        await bench.loop("on", Point(first, 2, 96), 0.5, "warm")  # what is slow once
+        for part in parts:
+            with report.timed(part):
+                if part == "overload":
+                    await overload(bench, args, report)
+                else:
+                    await loops(bench, LOOPS[part], args, report)
 
 
-async def compare(
-    session: aiohttp.ClientSession,
-    urls: dict[str, str],
-    name: str,
-    clients: int,
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    """One point: the servers in turns, with the same requests in each round."""
-    rounds: dict[str, list[Run]] = {arm: [] for arm in urls}
-    ratio = None
-    while ratio is None or (ratio.noise > args.precision and len(rounds["on"]) < args.pairs):
-        number = len(rounds["on"])
-        for arm in list(urls)[:: 1 if number % 2 == 0 else -1]:
-            seed = f"{name}/{clients}/{number}"
-            run = await drive(session, urls[arm], name, clients, args.seconds, args, seed=seed)
-            rounds[arm].append(run)
-        if number >= min(2, args.pairs - 1):
-            ratio = ratio_of(pairs_of(rounds))
-    answers = [
-        {(number, key): text for number, run in enumerate(runs) for key, text in run.texts.items()}
-        for runs in rounds.values()
-    ]
-    pairs = [(answers[0][key], answers[-1][key]) for key in answers[0].keys() & answers[-1].keys()]
-    pairs = [(one[: len(other)], other[: len(one)]) for one, other in pairs if one and other]
-    return {
-        "workload": name,
-        "clients": clients,
-        "prompt_tokens": args.prompt_tokens,
-        "output_tokens": args.output_tokens,
-        "temperature": 0,
-        **{arm: summary(runs) for arm, runs in rounds.items()},
-        "speedup": ratio._asdict(),
-        "compared": len(pairs),
-        "equal": sum(one == other for one, other in pairs) / max(len(pairs), 1),
-    }
+async def loops(bench: Bench, part: Part, args: argparse.Namespace, report: Report) -> None:
+    """Tokens per second of a part's points."""
+    names = part.text if args.text else part.made
+    for clients, name in itertools.product(args.clients or part.clients, names):
+        if report.is_late(f"{name} of {clients} clients"):
+            continue
+        point = await compare(
+            bench, Point(name, clients, args.prompt_tokens or part.prompt_tokens), args
+        )
+        print(line(point), flush=True)
+        report.found.setdefault("points", []).append(point)
+        report.write()
 
 
-async def overloaded(
-    session: aiohttp.ClientSession, urls: dict[str, str], name: str, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Goodput of the servers in turns, with the same requests at the same times in each pair."""
-    clients = max(args.clients)
-    run = await drive(session, urls["off"], name, clients, args.seconds, args, seed="capacity")
-    requests = args.load * rate([run]) / args.output_tokens
-    found: dict[str, list[float]] = {arm: [] for arm in urls}
-    ratio = None
-    while ratio is None or (ratio.noise > args.precision and len(found["on"]) < args.pairs):
-        number = len(found["on"])
-        for arm in list(urls)[:: 1 if number % 2 == 0 else -1]:
-            seed = f"{name}/overload/{number}"
-            found[arm].append(await goodput(session, urls[arm], name, requests, args, seed=seed))
-        if number >= min(2, args.pairs - 1) and min(found["off"]) > 0:
-            ratio = ratio_of(list(zip(found["off"], found["on"], strict=True)))
-        elif number >= args.pairs - 1:
-            break
-    point = {
-        "workload": name,
-        "requests_per_s": round(requests, 3),
-        "ttft_s": args.ttft,
-        "tpot_s": args.tpot,
-        "goodput_tok_per_s": {
-            arm: [round(each, 1) for each in runs] for arm, runs in found.items()
-        },
-        "ratio": ratio and ratio._asdict(),
-    }
-    print(f"{name:16} overload, {requests:.1f} requests/s: {point['ratio']}", flush=True)
-    return point
-
-
-def pairs_of(rounds: dict[str, list[Run]]) -> list[tuple[float, float]]:
-    """Tokens per second of the two servers, pair by pair."""
-    off, on = ([max(rate([run]), 1e-9) for run in rounds[arm]] for arm in ("off", "on"))
-    return list(zip(off, on, strict=True))
-
-
-def rate(runs: list[Run]) -> float:
-    """Generated tokens per second, of the round in the middle."""
-    return median(total(run, "vllm:generation_tokens_total") / run.seconds for run in runs)
-
-
-def total(run: Run, name: str, label: str = "") -> float:
-    """The sum of a counter's samples whose labels contain a text."""
-    return sum(
-        value
-        for key, value in run.counters.items()
-        if key.partition("{")[0] == name and label in key
-    )
-
-
-def summary(runs: list[Run]) -> dict[str, Any]:
-    def of_all(name: str, label: str = "") -> float:
-        return sum(total(run, name, label) for run in runs)
-
-    prefix = "vllm:spec_decode_num_"
-    rows, drafts = of_all(f"{prefix}drafts_total"), of_all(f"{prefix}draft_tokens_total")
-    accepted = of_all(f"{prefix}accepted_tokens_total")
-    places = range(7)
-    per_place = [
-        of_all(f"{prefix}accepted_tokens_per_pos_total", f'position="{n}"') for n in places
-    ]
-    steps = {kind: of_all("jaxserve_step_seconds_count", f'kind="{kind}"') for kind in STEPS}
-    return {
-        "output_tok_per_s": round(rate(runs), 1),
-        "rounds_tok_per_s": [round(rate([run]), 1) for run in runs],
-        "ttft_ms": _percentiles([each for run in runs for each in run.ttft]),
-        "event_gap_ms": _percentiles([each for run in runs for each in run.gaps]),
-        "steps": steps,
-        "late_steps": of_all("jaxserve_late_steps_total"),
-        "draft_rows": rows,
-        "accepted_per_draft_row": round(accepted / rows, 3) if rows else 0.0,
-        "accepted_share": round(accepted / drafts, 3) if drafts else 0.0,
-        "accepted_share_per_position": [round(n / rows, 3) for n in per_place] if rows else [],
-        "errors": [error for run in runs for error in run.errors][:3],
-        "compiles_while_serving": of_all("jaxserve_compiles_total", 'phase="serving"'),
-    }
-
-
-STEPS = ("decode", "mixed", "verify")
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {}
-    cuts = quantiles(seconds, n=100)
-    return {name: round(1e3 * cuts[at - 1], 3) for name, at in (("p50", 50), ("p99", 99))}
-
-
-def line(point: dict[str, Any]) -> str:
-    off, on = point["off"], point["on"]
-    return (
-        f"{point['workload']:16} {point['clients']:4} clients: {off['output_tok_per_s']:8.0f} -> "
-        f"{on['output_tok_per_s']:8.0f} tok/s, {point['speedup']['median']:.3f} times "
-        f"({point['speedup']['low']:.3f} to {point['speedup']['high']:.3f}); "
-        f"{on['accepted_per_draft_row']:.2f} accepted a row of {on['draft_rows']:.0f}; "
-        f"{point['equal']:.1%} of {point['compared']} equal"
-        f"{'; ERRORS ' + on['errors'][0] if on['errors'] else ''}"
-    )
+async def overload(bench: Bench, args: argparse.Namespace, report: Report) -> None:
+    """Goodput of fresh text and of copies."""
+    for part in (LOOPS["fresh"], LOOPS["copies"]):
+        name = (part.text if args.text else part.made)[0]
+        if not report.is_late(f"overload of {name}"):
+            tokens = args.prompt_tokens or part.prompt_tokens
+            point = Point(name, max(args.clients or MANY), tokens)
+            report.found.setdefault("overload", []).append(await overloaded(bench, point, args))
+            report.write()
 
 
 if __name__ == "__main__":

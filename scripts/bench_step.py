@@ -19,13 +19,10 @@ import argparse
 import collections
 import dataclasses
 import fcntl
-import gzip
 import itertools
 import json
 import os
 import platform
-import re
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from card_rates import copy_bandwidth
 from decode_steps import decode_plans, pages_for, step_bytes
+from kernel_profile import KernelRun, kernel_runs
 from random_weights import LAYER_FORMATS, encoder
 from rich.console import Console
 from rich.table import Table
@@ -277,30 +275,28 @@ def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, step
 def profile_plans(runner: Runner, plans: list[StepPlan], what: str) -> None:
     """Print the kernels of a step by the time they take; the first four plans warm up."""
     steps = len(plans) - 4
-    with tempfile.TemporaryDirectory() as folder:
-        for plan in plans[:4]:
-            runner.collect(runner.launch(plan))
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            launched = [runner.launch(plan) for plan in plans[4:]]
-            runner.collect(launched[-1])
-        trace = next(Path(folder).rglob("perfetto_trace.json.gz"))
-        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    times: dict[str, list[float]] = collections.defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and "correlation_id" in event.get("args", {}):
-            name = re.sub(r"(_\d+)+$", "", event["name"])
-            times[name].append(event["dur"])
+    for plan in plans[:4]:
+        runner.collect(runner.launch(plan))
+
+    def run() -> None:
+        launched = [runner.launch(plan) for plan in plans[4:]]
+        runner.collect(launched[-1])
+
+    runs: dict[str, list[KernelRun]] = collections.defaultdict(list)
+    for each in kernel_runs(run):
+        runs[each.name].append(each)
+    adds = {name: sum(each.adds_us for each in found) for name, found in runs.items()}
     table = Table(title=f"kernels of a step: {what}")
-    for column in ("kernel", "per step", "us each", "us per step"):
+    for column in ("kernel", "per step", "us each", "adds us per step"):
         table.add_column(column, justify="right")
-    for name, durations in sorted(times.items(), key=lambda item: -sum(item[1]))[:25]:
+    for name in sorted(runs, key=adds.__getitem__, reverse=True)[:25]:
         table.add_row(
             name[:60],
-            f"{len(durations) / steps:.1f}",
-            f"{median(durations):.2f}",
-            f"{sum(durations) / steps:.1f}",
+            f"{len(runs[name]) / steps:.1f}",
+            f"{median(each.us for each in runs[name]):.2f}",
+            f"{adds[name] / steps:.1f}",
         )
-    table.add_row("all", "", "", f"{sum(map(sum, times.values())) / steps:.1f}")
+    table.add_row("all", "", "", f"{sum(adds.values()) / steps:.1f}")
     Console(width=110).print(table)
 
 

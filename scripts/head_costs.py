@@ -1,4 +1,7 @@
-"""Steps with a draft head over those without, of random weights: `bench_speculation.py --heads`."""
+"""Steps with a draft head over those without, of random weights: a part of `bench_speculation.py`.
+
+python scripts/head_costs.py --model qwen3-4b --head eagle3
+"""
 
 from __future__ import annotations
 
@@ -7,69 +10,77 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from typing import Any
 
 from head_shapes import DRAFTS
 
-from jaxserve.models.drafts.spec import ModelDraft
+from jaxserve.models.drafts.spec import BlockDraft, ModelDraft
 from jaxserve.step_times import StepTimes
 
-FLAGS = ("--load-format", "dummy", "--speculative-config", "{}")
-"""Of the engine: no weights are read, and steps verify."""
+FLAGS = ("--load-format", "dummy")
+"""Of the engine: no weights are read."""
 
 
-def report(about: dict[str, Any], args: argparse.Namespace) -> int:
-    """Print the result as JSON, and write it to `args.out`. Returns 0."""
-    heads = costs(args.model, args.heads.split(","), args.memory, args.flags)
-    text = json.dumps({**about, "model": args.model, "flags": args.flags, "heads": heads}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-    return 0
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a named shape, or a folder")
+    parser.add_argument("--head", required=True, choices=sorted(DRAFTS))
+    parser.add_argument("--layers", type=int, help="only the model's first")
+    parser.add_argument("--memory", type=float, default=0.8, help="share; heads come beside it")
+    parser.add_argument("--flags", default="", help="further flags of the engine, in one word")
+    args = parser.parse_args()
+    found = costs(args.model, args.head, args.layers, args.memory, args.flags)
+    print(json.dumps(found))
 
 
-def costs(model: str, heads: Sequence[str], memory: float, flags: str) -> dict[str, Any]:
-    """Measures the steps without a head, and with each of `heads` (names in `DRAFTS`).
-
-    Args:
-      model: a named shape, or a folder with config.json.
-      memory: share of the card that the engine without a head takes; heads come beside it.
-      flags: further flags of the engine, in one word.
+def costs(model: str, head: str, layers: int | None, memory: float, flags: str) -> dict[str, Any]:
+    """Measures the steps without a head, and with one of `DRAFTS`.
 
     Returns:
-      For each head and kind of step, by bucket: milliseconds without and with the head, and the
-      ratio.
+      The model, its layers, and for each kind of step and bucket milliseconds without and with the
+      head, their difference and ratio.
     """
     from jaxserve.startup.environment import prepare
 
-    prepare(gpu_memory_utilization=memory)
+    prepare(memory)
 
     from jaxserve.cli.options import parse_args
     from jaxserve.startup.engine_plan import plan_engine
     from jaxserve.weights.loading import weight_loader
     from jaxserve.weights.model_source import find_model
 
-    given = ("--model", model) if model else ()
-    options = parse_args([*given, *FLAGS, *shlex.split(flags)])
-    plan = plan_engine(options, find_model(options))
+    options = parse_args(["--model", model, *FLAGS, *shlex.split(flags)])
+    source = find_model(options)
+    spec = dataclasses.replace(source.spec, layers=source.spec.layers[:layers])
+    plan = plan_engine(options, dataclasses.replace(source, spec=spec))
     params = weight_loader(plan.weights, {})(lambda done, total: None)
     without = _milliseconds(_times(plan.config, params, None))
-    found: dict[str, Any] = {}
-    for name in heads:
-        spec = DRAFTS[name](plan.config.spec)
-        config = dataclasses.replace(plan.config, draft=spec)
-        with_head = _milliseconds(_times(config, params, _random(config)))
-        found[name] = {
-            kind: {
-                bucket: {"without_ms": one, "with_ms": other, "ratio": round(other / one, 3)}
-                for (bucket, one), other in zip(
-                    buckets.items(), with_head[kind].values(), strict=True
-                )
-            }
-            for kind, buckets in without.items()
+    draft = DRAFTS[head](plan.config.spec)
+    most = max((positions for _, positions in plan.config.buckets.verify), default=1) - 1
+    if not isinstance(draft, BlockDraft):
+        draft = dataclasses.replace(draft, num_drafts=most)
+    config = dataclasses.replace(plan.config, draft=draft)
+    with_head = _milliseconds(_times(config, params, _random(config)))
+    return {
+        "model": model,
+        "layers": plan.config.spec.num_layers,
+        "all_layers": source.spec.num_layers,
+        "drafts": draft.num_drafts,
+        "steps": {kind: _compared(took, with_head[kind]) for kind, took in without.items()},
+    }
+
+
+def _compared(without: dict[str, float], with_head: dict[str, float]) -> dict[str, Any]:
+    """By bucket."""
+    return {
+        bucket: {
+            "without_ms": one,
+            "with_ms": with_head[bucket],
+            "head_ms": round(with_head[bucket] - one, 4),
+            "ratio": round(with_head[bucket] / one, 3),
         }
-    return found
+        for bucket, one in without.items()
+    }
 
 
 def _random(config: Any) -> Any:
@@ -111,3 +122,7 @@ def _milliseconds(times: StepTimes) -> dict[str, dict[str, float]]:
         kind: {str(bucket): round(1e3 * seconds, 4) for bucket, seconds in buckets.items()}
         for kind, buckets in kinds.items()
     }
+
+
+if __name__ == "__main__":
+    main()

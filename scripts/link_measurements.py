@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ environment.prepare(0.5)
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.offload.copier import CpuCopier, CudaCopier, PageCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
@@ -312,21 +311,6 @@ def collect(copier: PageCopier, woken: threading.Event, count: int) -> None:
                 sys.exit(f"a copy failed: {completion.error}")
 
 
-def pinned_host_kind(bench: Bench) -> str:
-    """Returns where an array of jax's memory kind `pinned_host` really lies."""
-    if bench.cuda is None:
-        return "no GPU"
-    try:
-        sharding = jax.sharding.SingleDeviceSharding(bench.device, memory_kind="pinned_host")
-        array = jax.block_until_ready(jax.device_put(np.zeros(MIB, np.uint8), sharding))
-        kind, address = c_int(), c_uint64(array.unsafe_buffer_pointer())
-    except Exception as error:  # whatever the runtime says is the answer
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    bench.cuda.enter()
-    status = bench.cuda.driver.cuPointerGetAttribute(byref(kind), 2, address)  # MEMORY_TYPE
-    return f"CUDA error {status}" if status else {1: "host", 2: "device"}.get(kind.value, "other")
-
-
 def describe(bench: Bench) -> dict[str, Any]:
     device = jax.devices()[0]
     return {
@@ -372,7 +356,6 @@ MEASUREMENTS: dict[str, Callable[[Bench], Any]] = {
     "verified": measure_verified,
     "busy": measure_busy,
     "steps": measure_steps,
-    "pinned_host_arrays_are_on": pinned_host_kind,
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.cli.options import parse_args
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.plan import PageMoves
 from jaxserve.scheduler.load import key_of
 from jaxserve.startup import environment
 
@@ -60,6 +61,8 @@ class Work(NamedTuple):
     turns: float
     seconds: float
     """In turns, without what waits for the device."""
+    before_step: float
+    """Of these, until the step is launched."""
     launches: float
     """Turns that moved pages."""
     restored: float
@@ -102,7 +105,7 @@ class Bench:
         """Tokens cached and restored, by request."""
         self.tokens = 0
         self.running: set[str] = set()
-        self.work = Work(0, 0.0, 0, 0, 0)
+        self.work = Work(0, 0.0, 0.0, 0, 0, 0)
         self.load_ms: float | None = None
         """Of the last load."""
         self._watch_loads()
@@ -133,16 +136,17 @@ class Bench:
 
     def turn(self) -> None:
         """As `StepLoop._advance`."""
-        began, restored, stored = time.perf_counter(), 0, 0
-        self.scheduler.poll_host()
+        began = time.perf_counter()
         plan = self.scheduler.plan()
-        moves = self.host.take()
-        if moves is not None:
-            self.host.launched(self.runner.move_pages(moves))
-            restored, stored = len(moves.restores), len(moves.stores)
+        moves = self.move_pages()
         launched = None if plan is None else (plan, self.runner.launch(plan))
-        took = time.perf_counter() - began
-        more = Work(1, took, moves is not None, restored, stored)
+        before_step = time.perf_counter() - began
+        arrived = self.scheduler.poll_host()
+        moves += self.move_pages()
+        restored, stored = (
+            (sum(map(len, each)) for each in zip(*moves, strict=True)) if moves else (0, 0)
+        )
+        more = Work(1, time.perf_counter() - began, before_step, bool(moves), restored, stored)
         self.work = Work(*(sum(pair) for pair in zip(self.work, more, strict=True)))
         if self.in_flight is not None:
             before, pending = self.in_flight
@@ -155,9 +159,17 @@ class Bench:
                     self.found[event.request_id] = event.cached_tokens, event.restored_tokens
                 if event.finish is not None:
                     self.running.discard(event.request_id)
-        elif launched is None:
+        elif launched is None and not arrived:
             time.sleep(2e-4)
         self.in_flight = launched
+
+    def move_pages(self) -> list[PageMoves]:
+        """Launch what is due. Returns it, or nothing."""
+        moves = self.host.take()
+        if moves is None:
+            return []
+        self.host.launched(self.runner.move_pages(moves))
+        return [moves]
 
     def until(self, done: Callable[[], bool], limit: float = 120.0) -> None:
         deadline = time.perf_counter() + limit

@@ -108,11 +108,15 @@ PROOFS = {
     ),
     "recurrent": Proof(
         "recurrent layers of hybrid models: decode over the floor, prompts in both forms",
-        3,
-        tuple(
-            f"scripts/bench_recurrent.py --model {model} --rows 1,8,32,64"
-            f" --out {{out}}/recurrent_{name}.json"
-            for name, model in HYBRIDS.items()
+        4,
+        (
+            *(
+                f"scripts/bench_recurrent.py --model {model} --rows 1,8,32,64"
+                f" --out {{out}}/recurrent_{name}.json"
+                for name, model in HYBRIDS.items()
+            ),
+            "scripts/bench_recurrent.py --model qwen3.5-27b --quantization int4 --whole --profile"
+            " --rows 1,8,16,32,64 --prompts 2048 --out {out}/recurrent_27b_whole.json",
         ),
     ),
     "hybrid-steps": Proof(

@@ -9,7 +9,7 @@ import itertools
 import json
 import random
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from speculation_workloads import body
@@ -30,28 +30,37 @@ class Run:
     counters: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+class Asked(NamedTuple):
+    """What is asked, and by how many."""
+
+    workload: str
+    clients: int
+    prompt_tokens: int
+    output_tokens: int
+    salt: str
+    """Of the prefix cache."""
+
+    def body(self, seed: str) -> dict[str, Any]:
+        """A request; the same for the same seed, but for its salt."""
+        found = body(self.workload, seed, self.prompt_tokens, self.output_tokens)
+        return {**found, "cache_salt": self.salt}
+
+
 async def drive(
-    session: aiohttp.ClientSession,
-    url: str,
-    name: str,
-    clients: int,
-    seconds: float,
-    args: argparse.Namespace,
-    *,
-    seed: str,
+    session: aiohttp.ClientSession, url: str, asked: Asked, seconds: float, *, seed: str
 ) -> Run:
-    """A closed loop of so many clients. What has not ended after `seconds` is given up."""
+    """A closed loop of clients. What has not ended after `seconds` is given up."""
     run, numbers = Run(), itertools.count()
 
     async def client() -> None:
         while len(run.errors) < 8:
-            number, most = next(numbers), args.output_tokens
-            request = body(name, f"{seed}/{number}", args.prompt_tokens, most)
-            if number < clients:
-                request["max_tokens"] = 1 + most * (number + 1) // (clients + 1)
+            number, most = next(numbers), asked.output_tokens
+            request = asked.body(f"{seed}/{number}")
+            if number < asked.clients:
+                request["max_tokens"] = 1 + most * (number + 1) // (asked.clients + 1)
             await ask(session, url, request, run, number)
 
-    tasks = [asyncio.create_task(client()) for _ in range(clients)]
+    tasks = [asyncio.create_task(client()) for _ in range(asked.clients)]
     await asyncio.sleep(seconds / 4)
     began, before = time.perf_counter(), await counters(session, url)
     await asyncio.sleep(max(seconds * 3 / 4, 0.0))
@@ -67,7 +76,7 @@ async def drive(
 async def goodput(
     session: aiohttp.ClientSession,
     url: str,
-    name: str,
+    asked: Asked,
     requests: float,
     args: argparse.Namespace,
     *,
@@ -80,20 +89,20 @@ async def goodput(
 
     async def one(number: int) -> Run:
         run = Run()
-        request = body(name, f"{seed}/{number}", args.prompt_tokens, args.output_tokens)
+        request = asked.body(f"{seed}/{number}")
         await ask(session, url, request, run, number)
         return run
 
     while (at := at + rng.expovariate(requests)) < args.seconds:
         await asyncio.sleep(max(began + at - time.perf_counter(), 0.0))
         tasks.append(asyncio.create_task(one(len(tasks))))
-    await asyncio.wait(tasks, timeout=args.ttft + args.tpot * args.output_tokens)
+    await asyncio.wait(tasks, timeout=args.ttft + args.tpot * asked.output_tokens)
     for task in tasks:
         task.cancel()
     runs = await asyncio.gather(*tasks, return_exceptions=True)
     await settled(session, url)
     good = sum(in_time(run, args) for run in runs if isinstance(run, Run))
-    return good * args.output_tokens / args.seconds
+    return good * asked.output_tokens / args.seconds
 
 
 def in_time(run: Run, args: argparse.Namespace) -> bool:

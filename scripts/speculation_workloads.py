@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chain_checkpoint import successors
+from chain_weights import successors
 
 ROOT = Path(__file__).parents[1]
 EDIT_EVERY, PIECE, PASSAGE = 24, 6, 32

@@ -68,10 +68,11 @@ def _products(shape: Shape, tokens: int, device: Device) -> Iterator[dict[str, i
     assert isinstance(out, int)
     assert isinstance(depth, int)
     columns = max(16, tokens)
-    steps = (64, 128) if tokens > 32 else (128, 256)  # inputs of many tokens fill the memory, too
     # `triton_streaming` has four warps' rows, and chooses its stages itself.
     streaming = device.compute_capability // 10 == 9
     tiles, rings = ((64, 128), (3,)) if streaming else ((16, 32, 64, 128), (3, 4, 6))
+    few_steps = (64, 128, 256) if streaming else (128, 256)
+    steps = (64, 128) if tokens > 32 else few_steps  # inputs of many tokens fill the memory, too
     least = 0.2 if tokens > 32 else 0.6  # their partial sums cost more than programs gain
     for rows, step, stages in itertools.product(tiles, steps, rings):
         size = (rows + columns) * step * 2 * stages

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.step_times import StepTimes
 from jaxserve_checkpoints.resolve import embedded_model
 from scripts.paired import ratio_of
+from tests.e2e import family_models
 
 ROOT = Path(__file__).parents[1]
 pairs = st.lists(st.tuples(st.floats(1, 2), st.floats(1, 2)), min_size=1, max_size=12)
@@ -75,23 +77,64 @@ def test_prompts_hold_as_much_of_the_answer_as_their_names_say() -> None:
     assert 15 <= max(found["made-edit"]) <= 24
 
 
-@pytest.mark.slow  # two servers
+REPORT = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "scripts")
+import bench_speculation
+file = Path(sys.argv[1])
+report = bench_speculation.Report(file, budget=60.0)
+report.found["points"] = [1]
+with report.timed("first"):
+    raise ValueError("of this part")
+report.found["points"].append(2)
+with report.timed("second"):
+    pass
+assert not report.is_late("third")
+late = bench_speculation.Report(None, budget=-1.0)
+assert late.is_late("third") and late.found["left_out"] == ["third"]
+"""
+
+
+def test_a_part_that_fails_leaves_the_others_and_what_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    subprocess.run([sys.executable, "-c", REPORT, str(file)], cwd=ROOT, check=True)
+    found = json.loads(file.read_text())
+    assert found["points"] == [1, 2] and set(found["seconds"]) == {"first", "second"}
+    assert found["errors"] == {"first": "ValueError: of this part"}
+
+
+@pytest.mark.slow  # a server, and engines
+@pytest.mark.timeout(1500)
 def test_one_command_measures_everything(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
+    out, hybrid = tmp_path / "found.json", tmp_path / "hybrid"
+    family_models.write(hybrid, "Qwen3_5ForConditionalGeneration")
     flags = "--decode-buckets 8 --prefill-buckets 128 --max-model-len 256"
+    heads = "--decode-buckets 1 --prefill-buckets 128 --max-model-len 128 --max-num-seqs 1"
     command = [sys.executable, "scripts/bench_speculation.py", "--model", str(embedded_model())]
-    command += ["--clients", "1,4", "--workloads", "made-edit,made-quotes", "--seconds", "2"]
-    command += ["--pairs", "3", "--prompt-tokens", "96", "--output-tokens", "32", "--out", str(out)]
-    command += ["--ttft", "20", "--tpot", "2", "--flags", flags]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    command += ["--parts", "copies,fresh,overload,mtp", "--clients", "1,4", "--seconds", "2"]
+    command += ["--prompt-tokens", "96", "--output-tokens", "32", "--out", str(out)]
+    command += ["--ttft", "20", "--tpot", "2", "--flags", flags, "--mtp-model", str(hybrid)]
+    command += ["--head-flags", heads + """ --speculative-config '{"num_speculative_tokens": 3}'"""]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1200)
     result = json.loads(out.read_text())
     assert [(each["workload"], each["clients"]) for each in result["points"]] == [
-        (name, clients) for clients in (1, 4) for name in ("made-edit", "made-quotes")
+        (name, clients)
+        for names in (("made-edit", "made-quotes"), ("made-fresh",))
+        for clients in (1, 4)
+        for name in names
     ]
     for point in result["points"]:
         assert point["speedup"]["low"] <= point["speedup"]["median"] <= point["speedup"]["high"]
         assert point["equal"] == 1.0 and point["compared"] > 0
         assert not point["on"]["errors"] and not point["on"]["compiles_while_serving"]
-    assert [each["workload"] for each in result["overload"]] == ["made-edit", "made-quotes"]
+        assert not point["off"]["steps"]["verify"] and not point["off"]["draft_rows"]
+        if point["workload"] != "made-fresh" and point["clients"] == 1:
+            assert point["on"]["steps"]["verify"] and point["on"]["accepted_per_draft_row"] > 2
+    assert [each["workload"] for each in result["overload"]] == ["made-fresh", "made-edit"]
     assert all(each["ratio"] is not None for each in result["overload"])
-    assert "verify step by rows and positions" in result["step_times"]["on"]
+    file = tmp_path / "step_times.json"
+    file.write_text(json.dumps(result["step_times"]))
+    assert StepTimes.load(file).verify
+    assert set(result["heads"]["mtp"]["steps"]["verify"]) == {"1x2", "1x4"}
+    assert set(result["seconds"]) == {"copies", "fresh", "overload", "server", "mtp"}

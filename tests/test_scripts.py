@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import kernel_profile
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -57,3 +59,23 @@ def test_recurrent_layers_are_timed_in_a_dry_run(tmp_path: Path) -> None:
     kinds = [(each["kind"], each["tokens"]) for each in found["cases"]]
     assert kinds == [("decode", 1), ("decode", 2), ("blocks", 40), ("one_by_one", 40)]
     assert all(each["us"] > 0 for each in found["cases"])
+
+
+def test_kernels_of_a_trace_add_what_they_run_alone() -> None:
+    """Of a chain each kernel starts early and waits; a host's events and others' are none."""
+
+    def event(name: str, start: float, us: float, pid: int = 7, **args: int) -> dict[str, Any]:
+        return {"ph": "X", "pid": pid, "ts": start, "dur": us, "name": name, "args": args}
+
+    events = [
+        {"ph": "M", "pid": 7, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+        {"ph": "M", "pid": 8, "name": "process_name", "args": {"name": "/host:CPU"}},
+        event("_second_12", 12.0, 10.0, correlation_id=2),
+        event("_first", 10.0, 8.0, correlation_id=1),
+        event("_third_3_4", 30.0, 5.0, correlation_id=3),
+        event("a line of all", 10.0, 25.0),
+        event("cuGraphLaunch", 0.0, 100.0, pid=8, correlation_id=1),
+    ]
+    found = kernel_profile.runs_of(events)
+    expected = [("_first", 8.0, 8.0), ("_second", 10.0, 4.0), ("_third", 5.0, 5.0)]
+    assert [tuple(each) for each in found] == expected

@@ -122,6 +122,8 @@ class StepLoop[P]:
         self._between: deque[Between] = deque()
         self.paused = False
         """No step is planned."""
+        self._arrived = False
+        """In this turn sequences have ceased to wait for pages from the host."""
         self.last_gap = 0.0
         """Seconds of the last thing done between two steps, the wait for the step before it too."""
         self.weights = 0
@@ -149,7 +151,8 @@ class StepLoop[P]:
                 in_flight = self._do_between(in_flight)
             began = in_flight
             in_flight = self._finish(in_flight) if self.paused else self._advance(in_flight)
-            if began is in_flight is None and scheduler.is_moving_pages and not self.paused:
+            idle = began is in_flight is None and not self._arrived and not self.paused
+            if idle and scheduler.is_moving_pages:
                 self._inbox.wait(_COPY_WAIT)  # nothing can run until copies have ended
             self._last_step = time.monotonic()
         if in_flight is not None:
@@ -234,13 +237,7 @@ class StepLoop[P]:
                 self._post([Refused(request_id, missed)])
                 self._metrics.count_shed()
             self._publish(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
-            scheduler.poll_host()
             plan = scheduler.plan()
-        except MovesFailed:
-            log.exception("moving pages of the prefix cache failed; what runs is computed again")
-            self._finish(in_flight)
-            self._recover([])
-            return None
         except Exception:
             log.exception("a plan could not be made; all requests end with an error")
             self._recover(None)
@@ -251,6 +248,14 @@ class StepLoop[P]:
             self._move_pages()
             if plan is not None:
                 launched = (plan, runner.launch(plan))
+            self._arrived = scheduler.poll_host()
+            self._move_pages()
+        except MovesFailed:
+            log.exception("moving pages of the prefix cache failed; what runs is computed again")
+            self._finish(in_flight)
+            self._finish(launched)
+            self._recover([])
+            return None
         except Exception:
             log.exception(_STEP_FAILED)
             lost = [] if plan is None else [plan]
@@ -270,7 +275,9 @@ class StepLoop[P]:
         return launched
 
     def _move_pages(self) -> None:
-        """Launch what leaves the device or comes back with this turn's plan."""
+        """Launch moves of pages: before a step those that its plan asks for, and behind it what has
+        come from the host, or goes there ahead. So what a tier takes of this thread passes while
+        the device has steps to run."""
         host = self.scheduler.host
         moves = None if host is None else host.take()
         if host is not None and moves is not None:

@@ -17,7 +17,7 @@ _MIN_COST = 1e-9
 """Seconds. A chunk costs at least this: a noisy table may have a mixed step faster than a decode
 step, and prices per token must stay positive."""
 
-_MAX_SLOWDOWN = 2.0
+MAX_SLOWDOWN = 2.0
 """Times the decode step. A mixed step may always take this long, even beyond `max_itl`: otherwise
 a batch whose decode step alone reaches the limit would stop reading prompts. A rule, not measured.
 """
@@ -173,7 +173,7 @@ class TokenBudget:
             return sizes
         steps = 2 if decodes.guided else 1
         decode = times.of_decode(decodes.rows, decodes.context)
-        limit = max(self._max_itl / steps, _MAX_SLOWDOWN * decode)
+        limit = max(self._max_itl / steps, MAX_SLOWDOWN * decode)
         return [size for size in sizes if _step(times, size, decodes, prompts) <= limit]
 
     def _costs(self, times: LearnedTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:

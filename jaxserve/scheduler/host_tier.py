@@ -68,9 +68,9 @@ class HostTier:
     **Loads** (`Loads`). A waiting sequence whose prefix goes on in the host waits for it, while
     others pass, if that takes less time than computing it.
 
-    **Order.** What is launched before a plan is first what comes back, then what leaves
-    (`PageMoves`). A page that comes back is published in the turn in which it is launched, as if
-    this turn's plan computed it, so it may even be evicted by that plan.
+    **Order.** Moves are launched twice in a turn: before a step what its plan evicts, and behind it
+    what `advance` found, first what comes back, then what leaves ahead (`PageMoves`). A page that
+    comes back is published when it is launched, as if the step before it computed it.
     """
 
     def __init__(self, parts: TierParts, kv_cache: KVCacheManager, clock: Callable[[], float]):
@@ -127,7 +127,7 @@ class HostTier:
         slots = index.num_slots, len(index), index.num_reserved, index.num_pinned
         return TierUsage(*slots, self._loads.num_waiting)
 
-    # Once per turn: advance, plan, take, launched.
+    # Once per turn: the plan, take, launched, the step, advance, take, launched.
 
     def advance(self) -> bool:
         """Go on with what has ended. Returns whether sequences wait no longer."""
@@ -146,7 +146,7 @@ class HostTier:
         self._computed = tokens
 
     def take(self) -> PageMoves | None:
-        """Returns what to launch before the plan that was made last; then call `launched`."""
+        """Returns what to launch before the next step; then call `launched`."""
         return self._transfers.take()
 
     def launched(self, is_done: Callable[[], bool]) -> None:

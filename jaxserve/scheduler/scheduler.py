@@ -99,6 +99,7 @@ class Scheduler(Commits):
             self._learned,
             step_tokens=config.max_num_batched_tokens,
             context_pages=self._chunk_pages,
+            max_itl=config.max_itl,
         )
         self._budget = TokenBudget(
             self._learned, max_tokens=config.max_num_batched_tokens, max_itl=config.max_itl
@@ -128,11 +129,14 @@ class Scheduler(Commits):
         `LearnedTimes.learn`."""
         return self._learned.learn(plan, seconds) if self._learned else None
 
-    def poll_host(self) -> None:
-        """Bring on what is on its way to and from the host. Call it before each `plan`; launch what
-        `host.take` returns before the plan that was made last."""
-        if self.host is not None and self.host.advance():
-            self._blocked = None
+    def poll_host(self) -> bool:
+        """Bring on what is on its way to and from the host. Returns whether sequences wait no
+        longer. Call it once in a turn, with a step launched or none to launch. Launch what
+        `host.take` returns after it, and after each `plan`, before the next step."""
+        if self.host is None or not self.host.advance():
+            return False
+        self._blocked = None
+        return True
 
     @property
     def is_moving_pages(self) -> bool:

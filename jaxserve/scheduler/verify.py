@@ -26,7 +26,7 @@ class Proposal(NamedTuple):
     """Drafts for the next row of a sequence."""
 
     positions: int
-    """The most positions that the row should compute, at least 1."""
+    """The most positions that the row should compute. 1: it has no drafts before its next row."""
     drafts: tuple[int, ...] | None
     """For position `Sequence.computed` + 1 and those after it; None: those on the device."""
     survival: tuple[float, ...] = ()
@@ -129,6 +129,7 @@ class VerifyRows:
         *,
         step_tokens: int,
         context_pages: int,
+        max_itl: float,
     ):
         """Without `times` all drafts are verified.
 
@@ -136,13 +137,14 @@ class VerifyRows:
           step_tokens: positions that a step may compute.
           context_pages: that all chunks of a step may see together. Attention takes the rows of a
             verify step for chunks.
+          max_itl: see `Decision`.
         """
         self._verification, self._kv_cache = verification, kv_cache
         self._step_tokens, self._context_pages = step_tokens, context_pages
         widest = max((positions for _, positions in verification.buckets), default=1)
         self._window = 2 * (widest - 1)
         positions = {each for _, each in verification.buckets}
-        self._decision = times and Decision(times, positions)
+        self._decision = times and Decision(times, positions, max_itl=max_itl)
         self._most_rows = max((rows for rows, _ in verification.buckets), default=0)
         self._rest, self._resting = 1, 0
         """Steps without looking for drafts, and those that are left of them."""
@@ -220,8 +222,9 @@ class VerifyRows:
         context = sum(seq.computed for seq in decoding)
         if chunks:
             return int(decision.settles(rows, context, unsettled))
-        survivals = [each.survival for each in proposals.values()]
-        return decision.choose(rows, context, survivals, unsettled=unsettled)
+        survivals = [each.survival for each in proposals.values() if each.positions > 1]
+        coming = [each.survival for each in proposals.values() if each.positions == 1]
+        return decision.choose(rows, context, survivals, unsettled=unsettled, coming=coming)
 
     def _planned(
         self, decoding: list[Sequence], proposals: Mapping[int, Proposal], most: int

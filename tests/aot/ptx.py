@@ -23,8 +23,8 @@ MOST_SHARED_MEMORY = 232_448
 def compile_kernel(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, num_warps: int = 4
 ) -> Any:
-    """Arguments whose names end in _ptr are 16-byte aligned pointers; others without a type are
-    int32 pointers."""
+    """Arguments whose names end in _ptr, and pointers of which the type is given, are aligned to 16
+    bytes; others without a type are int32 pointers."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -36,7 +36,7 @@ def compile_kernel(
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*i32") for name in names
     }
-    aligned = [name for name in names if name.endswith("_ptr")]
+    aligned = [name for name in names if name.endswith("_ptr") or types.get(name, "")[:1] == "*"]
     make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = make(
         kernel,

@@ -73,7 +73,11 @@ def check(code: ptxas.Code, folder: Path, most: int) -> None:
     ("capability", "model"),
     [(80, "qwen3.5-27b"), (90, "qwen3.5-27b"), (90, "qwen3.5-35b-a3b"), (100, "qwen3.5-27b")],
 )
-@pytest.mark.parametrize(("tokens", "decode"), [(8, True), (512, False)], ids=["decode", "prompt"])
+@pytest.mark.parametrize(
+    ("tokens", "decode"),
+    [(8, True), (64, True), (512, False)],
+    ids=["decode", "many_rows", "prompt"],
+)
 def test_recurrent_layers_compile(
     capability: int, model: str, tokens: int, decode: bool, tmp_path: Path
 ) -> None:
@@ -81,10 +85,8 @@ def test_recurrent_layers_compile(
     target = Target.for_gpu(capability).replace(checked=False, pdl=pdl)
     heads = Heads(key_heads=16, value_heads=VALUE_HEADS[model], key_dim=128, value_dim=128)
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
-    blocked = None if decode else ints(8)
-    step = RecurrentStep(
-        ints(tokens), ints(tokens), Rows(ints(8), ints(8), ints(8), ints(8), blocked)
-    )
+    rows, blocked = (ints(tokens), None) if decode else (ints(8), ints(8))
+    step = RecurrentStep(ints(tokens), ints(tokens), Rows(rows, rows, rows, rows, blocked))
     channels = 2 * heads.keys + heads.values
 
     def layer(projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any) -> Any:

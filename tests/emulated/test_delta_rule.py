@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig
+from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig, triton
 from tests.emulator.targets import HOPPER, PDL
 from tests.kernels.recurrent_cases import (
     SLOTS,
@@ -28,6 +28,13 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_rows_with_the_norm_of_the_output(dtype: str) -> None:
     bounds = Bounds(1e-6, 1e-6) if dtype == "float32" else Bounds(2e-3, 1e-6)
     check_rule(decode_rows(40, 0), CONFIG, dtype, at_once, PDL, bounds)
+
+
+def test_decode_rows_of_so_many_heads_that_programs_have_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton, "_MANY_HEADS", 1)
+    check_rule(decode_rows(40, 0), CONFIG, "float32", at_once, PDL, Bounds(1e-6, 1e-6))
 
 
 @DTYPES

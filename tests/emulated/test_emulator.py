@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.target import Target
 from tests.emulator import launch, memory
@@ -194,6 +194,33 @@ def test_a_kernel_of_a_chain_does_not_end_before_those_before_it() -> None:
             jnp.zeros(1), kernel=_nothing, name="nothing", target=PDL, grid=(2,),
             out_type=jax.ShapeDtypeStruct((1,), jnp.float32),
         )  # fmt: skip
+
+
+@gluon.jit
+def _start_dependents(x_ptr, out_ptr, LATE: gl.constexpr, EARLY: gl.constexpr = False):
+    if not LATE:
+        gdc_launch_dependents()
+    gdc_wait()
+    gdc_launch_dependents()
+    gl.store(out_ptr, gl.load(x_ptr))
+
+
+@gluon.jit
+def _read_early(early_scores_ptr, out_ptr, EARLY: gl.constexpr = False):
+    x = gl.load(early_scores_ptr)
+    gdc_wait()
+    gl.store(out_ptr, x)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_the_last_kernel_but_one_wrote_is_there_if_the_last_one_starts_others_late(
+    late: bool,
+) -> None:
+    x, one = jnp.ones(1), jax.ShapeDtypeStruct((1,), jnp.float32)
+    call: dict[str, Any] = {"name": "", "target": PDL, "out_type": one, "grid": (2,)}
+    launch.triton_call(x, kernel=_start_dependents, LATE=late, **call)
+    with nullcontext() if late else pytest.raises(Race, match="reads early_scores_ptr"):
+        launch.triton_call(x, kernel=_read_early, **call)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve_kernels import weights
 from jaxserve_kernels.experts import (
     ExpertActivation,
     ExpertWeights,
@@ -200,9 +201,32 @@ def test_many_tokens_on_hopper(activation: ExpertActivation, width: int) -> None
 
 
 def test_tiles_with_fewer_tokens_on_hopper() -> None:
-    """Experts with a tile for both warpgroups, for one, and with several."""
-    x, ids, weights, w = made(150, embed=320, width=128)
+    """Experts with a tile that is nearly full, with a small one, and with several."""
+    x, ids, weights, w = made(170, embed=320, width=128)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
+    ids = ids.at[140:, 0].set(0)
+    ids = ids.at[140:, 1].set(jnp.where(jnp.arange(30) < 12, 3, 4))
     found = hopper.experts(x, ids, weights, w, "silu", target=gpu(90, multiprocessors=3))
-    assert found.shape == (K, 150, 320) and found.dtype == x.dtype
+    assert found.shape == (K, 170, 320) and found.dtype == x.dtype
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
+
+
+def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
+    """With a scale for each 128 inputs of a row."""
+    grouped = weight.reshape(*weight.shape[:-1], -1, 128)
+    scale = jnp.max(jnp.abs(grouped), axis=-1) / 448
+    codes = (grouped / scale[..., None]).astype(jnp.float8_e4m3fn)
+    return weights.pack_fp8(codes.reshape(weight.shape), scale)
+
+
+@pytest.mark.parametrize(("quantize", "padded"), [
+    (WEIGHTS["int4"], False), (WEIGHTS["int4-zeros"], True), (WEIGHTS["int8"], False),
+    (WEIGHTS["fp8"], True), (fp8_in_blocks, False), (WEIGHTS["mxfp4"], True),
+], ids=["int4", "int4-zeros", "int8", "fp8", "fp8-blocks", "mxfp4"])  # fmt: skip
+def test_many_tokens_of_codes_on_hopper(quantize: Callable[[Any], Any], padded: bool) -> None:
+    """Weights with more inputs than tokens have, too. Values times scales of groups are rounded."""
+    embed, width = (320, 192) if padded else (256, 128)
+    x, ids, factors, w = made(170, quantize, embed=embed, width=width, biases=padded)
+    ids = ids.at[:140].set(jnp.asarray([0, 3]))
+    found = hopper.experts(x, ids, factors, w, "silu", target=gpu(90, multiprocessors=3))
+    assert relative_error(summed(found), expected(x, ids, factors, w)) < 7e-3

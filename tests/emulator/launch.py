@@ -39,6 +39,9 @@ from tests.emulator.order import HERE, KERNELS, Order, Partition, Race, Touched
 from tests.emulator.program import Program
 from tests.emulator.values import count, scalar, unwritten
 
+_LAST = {"starts late": False}
+"""Whether the last kernel let dependents start only when it had waited."""
+
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are called outside of jit run here."""
@@ -78,16 +81,18 @@ def triton_call(
         outputs[index][...] = 0
     given = list(map(_argument, arguments, kernel.arg_names))
     places = list(itertools.product(*map(range, grid)))
-    shared = Order(len(places), early=early_start) if together else None
+    own = {"early": early_start, "after_waiting": _LAST["starts late"]}
+    shared = Order(len(places), **own) if together else None
     results = [
         Pointer(each, 0, "its results", Touched(each.size) if shared else None) for each in outputs
     ]
-    failed, errors, waited = threading.Event(), list[BaseException](), list[bool]()
+    failed, errors = threading.Event(), list[BaseException]()
+    waited, starts_early = list[bool](), list[bool]()
 
     def run(at: tuple[int, ...]) -> None:
         if failed.is_set():
             return
-        HERE.partition = Partition(shared or Order(early=early_start), name)
+        HERE.partition = Partition(shared or Order(**own), name)
         modules = _Modules(Program(at, grid, num_warps, seed, failed))
         try:
             functions = {
@@ -96,6 +101,8 @@ def triton_call(
             }
             modules.function(kernel)(*given, *results, **functions)
             waited.append(bool(HERE.partition.known[KERNELS]))
+            HERE.partition.start_dependents()
+            starts_early.append(HERE.partition.order.starts_early)
         except BaseException as error:
             errors.append(error)
             failed.set()
@@ -106,6 +113,7 @@ def triton_call(
         raise errors[0]  # others may follow from it
     if early_start and not any(waited):
         raise Race(f"{name} may end before the kernels before it")
+    _LAST["starts late"] = early_start and not any(starts_early)
     for each, held in zip(arguments, given, strict=True):
         if isinstance(each, jax.Ref):
             each[...] = jnp.asarray(held.array.reshape(each.shape))

@@ -44,10 +44,14 @@ _NOT_OF_KERNELS = frozenset({
     *("q_norm_ptr", "k_norm_ptr", "bias_ptr", "cos_ptr", "sin_ptr"),
     *("first_ptr", "length_ptr", "slot_ptr", "position_ptr", "page_ptr", "offset_ptr", "table_ptr"),
     *("kv_ptr", "scales_ptr", "key_words_ptr", "value_words_ptr", "raw_ptr"),
-    *("state_ptr", "a_log_ptr"),
+    *("state_ptr", "a_log_ptr", "router_bias_ptr"),
 })  # fmt: skip
 """Arguments that no kernel of a PDL call writes: weights, the plan of the step, and pages and
 recurrent state, of which a kernel reads those of its layer that earlier steps have written."""
+
+_OF_THE_LAST_BUT_ONE = frozenset({"early_scores_ptr"})
+"""Arguments that the kernel before does not write, but the one before that. They are there early if
+the kernel before starts its dependents only when it has waited."""
 
 
 class Race(RuntimeError):
@@ -67,9 +71,12 @@ class Order:
     """Of one program, or of all that wait for one another: who takes part, by number. Nobody is
     number 0."""
 
-    def __init__(self, programs: int = 1, *, early: bool) -> None:
-        """early: they may start before the kernels before them are done."""
-        self.early = early
+    def __init__(self, programs: int = 1, *, early: bool, after_waiting: bool = False) -> None:
+        """early: they may start before the kernels before them are done; after_waiting: but not
+        before the last of those has waited."""
+        self.early, self.after_waiting = early, after_waiting
+        self.starts_early = False
+        """Dependents may start before those kernels are done."""
         self.most = programs * _MOST
         self.flags: dict[Any, NDArray[np.int32]] = {}
         """What those knew who released one."""
@@ -115,6 +122,10 @@ class Partition:
     def wait_for_kernels(self) -> None:
         self.known[KERNELS] = 1
 
+    def start_dependents(self) -> None:
+        """Also what a program does that ends."""
+        self.order.starts_early |= self._is_early()
+
     def atomic(self, flag: Any, sem: str) -> None:
         """An operation on a flag; the caller has the order's lock."""
         if sem in ("acquire", "acq_rel") and flag in self.order.flags:
@@ -133,7 +144,8 @@ class Partition:
             ]
 
     def reads_argument(self, name: str) -> None:
-        if self._is_early() and name not in _NOT_OF_KERNELS:
+        known = self.order.after_waiting and name in _OF_THE_LAST_BUT_ONE
+        if self._is_early() and name not in _NOT_OF_KERNELS and not known:
             raise Race(f"{self.name} reads {name} before the kernels before it are done")
 
     def writes_argument(self, name: str) -> None:

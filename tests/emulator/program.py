@@ -63,7 +63,7 @@ class Program:
             program_id=lambda axis: scalar(self._at[axis]),
             num_programs=lambda axis: scalar(self._grid[axis]),
             num_warps=lambda: self._begun.warps or self._warps,
-            load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
+            load=lambda pointer, mask=True, other=0, cache_modifier="": pointer.load(mask, other),
             store=lambda pointer, values, mask=True: pointer.store(values, mask),
             atomic_add=self._add,
             atomic_xchg=lambda pointer, value, sem, scope: pointer.exchange(value, sem),
@@ -92,7 +92,7 @@ class Program:
             "mma_v2": lambda a, b, acc: product(a, b, acc),
             "fence_async_shared": lambda: HERE.partition.fence(),
             "gdc_wait": lambda: HERE.partition.wait_for_kernels(),
-            "gdc_launch_dependents": lambda: None,
+            "gdc_launch_dependents": lambda: HERE.partition.start_dependents(),
         }
 
     def _add(self, pointer: Pointer, value: Any, *, sem: str, scope: str) -> Any:

@@ -50,7 +50,18 @@ of_dtypes = pytest.mark.parametrize("dtype", BOUNDS)
 @of_dtypes
 @pytest.mark.parametrize("mix", [ONE_ROW, ROWS], ids=["one_row", "three_rows"])
 @pytest.mark.parametrize("launch", [in_a_program, in_a_chain])
-def test_decode_rows(mix: Mix, launch: Run, dtype: str, model: str) -> None:
+@pytest.mark.parametrize("many_heads", [1, 768])
+def test_decode_rows(
+    mix: Mix,
+    launch: Run,
+    dtype: str,
+    model: str,
+    many_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs of few columns, and of more, as where there are many heads."""
+    name = "jaxserve_kernels.gated_delta_rule.triton._MANY_HEADS"
+    monkeypatch.setattr(name, many_heads)
     check_rule(mix, MODELS[model], dtype, launch, Target.here(), BOUNDS[dtype])
 
 

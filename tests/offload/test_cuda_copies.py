@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,10 @@ def seconds(function: Callable[[], None]) -> float:
     return min(found)
 
 
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="a rate is measured alone, without -n",
+)
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_pages_are_copied_at_the_rate_of_the_link(card: Card, direction: str) -> None:
     driver, size = card.cuda.driver, RING_SLOTS * PAGE_BYTES

@@ -203,7 +203,7 @@ class TierLoop(Loop):
         if self.launch() is None:
             if self.in_flight:
                 self.commit()
-            elif self.tier.busy:
+            elif self.tier.busy or self.arrived:
                 time.sleep(0.0002)
             else:
                 assert not self.scheduler.has_work, "there is work, but nothing can be planned"

@@ -55,6 +55,8 @@ class Loop:
         self.accepted_of_rows: list[int] = []
         """Of each row that verified drafts."""
         self.wasted_rows = self.hit_tokens = self.accepted = self.rows_ahead = 0
+        self.arrived = False
+        """In the last turn sequences ceased to wait for pages."""
         self.masked_rows = 0
         """Verify rows with masks for their drafts."""
         self.evicted: list[bytes] = []
@@ -79,7 +81,6 @@ class Loop:
 
     def launch(self) -> StepPlan | None:
         self._take(self.scheduler.await_guides(0.0))
-        self.scheduler.poll_host()
         plan = self.scheduler.plan()
         self.scheduler.check()
         self._move_pages()
@@ -89,6 +90,8 @@ class Loop:
             self.masked_rows += sum(verify is not None and bool(verify.masks) for verify in asked)
             self.rows_ahead += sum(verify is not None and verify.follows for verify in asked)
             self.in_flight.append((plan, self.runner.launch(plan)))
+        self.arrived = self.scheduler.poll_host()
+        self._move_pages()
         return plan
 
     def _move_pages(self) -> None:
@@ -121,9 +124,6 @@ class Loop:
         self.evicted.append(content)
         if not isinstance(self.runner, FakeRunner):
             return  # a device does not show what its pages hold
-        moves = self.scheduler.host and self.scheduler.host.take()
-        if moves and (page, group) in {(each.page, each.group) for each in moves.restores}:
-            return  # its content comes with the moves of this turn
         if self.cache.own_tokens and self.runner.windows[group] is not None:
             return  # the pages of own tokens are not filled
         held = list(self.runner.kv[group][page])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,51 +12,26 @@ import pytest
 from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.speculation.decision import Decision
+from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Proposal, Verification
 from jaxserve.startup.buckets import GPU_VERIFY
 from jaxserve.step_times import StepTimes, VerifyTime
-from tests.scheduler.text_device import Text, goodput, serve
+from lab.simulation.simulate_speculation import (
+    acceptance,
+    fresh,
+    looking_up,
+    main,
+    misleading,
+    texts,
+)
+from lab.simulation.text_device import goodput, serve
 
 MS = 1e-3
 TIMES = StepTimes.load(Path(__file__).parents[2] / "lab/measurements/step_times_verify_h200.json")
 """About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
 CLIENTS = (1, 2, 8, 16, 32, 64, 256)
-
-
-def copying(draw: random.Random, every: int) -> Text:
-    """An answer that the prompt holds, with one token of `every` changed."""
-    answer = [draw.randrange(10**5) for _ in range(200)]
-    shown = [-1 - n if n % every == every - 1 else token for n, token in enumerate(answer)]
-    prompt = [*(abs(token) for token in shown), *(draw.randrange(10**5) for _ in range(60))]
-    return (*prompt, answer[0]), tuple(answer[1:])
-
-
-def fresh(draw: random.Random) -> Text:
-    tokens = [draw.randrange(10**5) for _ in range(450)]
-    return tuple(tokens[:250]), tuple(tokens[250:])
-
-
-def misleading(draw: random.Random) -> Text:
-    """The prompt has pieces of the answer, each followed by something else."""
-    answer = [draw.randrange(10**5) for _ in range(200)]
-    pieces = [answer[n : n + 5] for n in range(0, 200, 5)]
-    draw.shuffle(pieces)
-    prompt = [token for piece in pieces for token in (*piece, draw.randrange(10**5))]
-    return tuple(prompt), tuple(answer)
-
-
-def looking_up() -> Verification:
-    return Verification(proposer=Lookup(drafts=7), buckets=GPU_VERIFY)
-
-
-TEXTS = {
-    "edits": lambda draw: copying(draw, 24),
-    "many edits": lambda draw: copying(draw, 8),
-    "fresh": fresh,
-    "misleading": misleading,
-    "any": lambda draw: draw.choice([fresh, misleading, lambda d: copying(d, 16)])(draw),
-}
+TEXTS, SPREAD = texts(), texts(0.5)
 
 
 @pytest.mark.parametrize("clients", CLIENTS)
@@ -141,6 +116,19 @@ def test_as_many_positions_as_pay_are_computed() -> None:
     assert decision().choose(1, 500, [], unsettled=0) == 0
 
 
+def test_no_step_is_longer_for_drafts_than_a_client_may_wait_for_a_token() -> None:
+    """Three times as long as decode rows, for eight times the tokens: if the limit allows it."""
+    slow = replace(TIMES, verify={s: VerifyTime(8.4 * MS, 0.0) for s in TIMES.verify})
+    sure = [0.98**n for n in range(1, 8)]
+
+    def chosen(max_itl: float) -> int:
+        decision = Decision(LearnedTimes(slow), {8}, max_itl=max_itl)
+        return decision.choose(8, 0, [sure] * 8, unsettled=0)
+
+    assert [chosen(limit * MS) for limit in (50.0, 8.5, 8.3, 1.0)] == [8, 8, 0, 0]
+    assert decision().choose(8, 0, [sure] * 8, unsettled=0) == 8, "hardly longer is no matter"
+
+
 def test_rows_in_flight_are_gone_on_with_unless_few_would_wait() -> None:
     assert decision().choose(8, 500, [], unsettled=8) == 1
     assert decision().choose(64, 500, [], unsettled=1) == 0
@@ -156,3 +144,62 @@ def test_what_is_never_accepted_is_not_trusted_for_long() -> None:
     for _ in range(300):
         found.choose(8, 500, [], unsettled=0)
     assert found.choose(8, 500, [[0.9, 0.8, 0.7]] * 8, unsettled=0) > 1, "it is tried again"
+
+
+def test_the_study_says_what_it_simulated(tmp_path: Path) -> None:
+    out = tmp_path / "study.json"
+    asked = "--texts edits,fresh --clients 2 --slots 2 --loads 1.5 --steps 60 --seconds 1 --seeds 2"
+    main([*asked.split(), "--output", str(out)])
+    result = json.loads(out.read_text())
+    assert result["simulated"] and "expected by arithmetic" in result["note"]
+    loops = {each["text"]: each for each in result["closed_loops"]}
+    assert loops["edits"]["low"] > 1.5 and loops["edits"]["verify_steps"] > 0
+    assert loops["fresh"]["ratio"] == 1.0 and loops["fresh"]["verify_steps"] == 0
+    assert [(each["text"], each["load"]) for each in result["overload"]] == [
+        ("edits", 1.5),
+        ("fresh", 1.5),
+    ]
+    gains = {(each["head"], each["text"]): each["ratio"] for each in result["heads"]}
+    assert gains["dspark", "GSM8K"] > gains["dspark", "MT-Bench"] > 1.5
+    assert sum(acceptance(3.64) ** place for place in range(8)) == pytest.approx(3.64)
+    assert all(each["low"] <= each["ratio"] <= each["high"] for each in result["overload"])
+    assert all(each["off_tok_per_s"] > 0 for each in result["overload"])
+
+
+SLOWER = replace(
+    TIMES,
+    verify={s: VerifyTime(t.seconds + 0.7 * MS, t.per_context) for s, t in TIMES.verify.items()},
+)
+"""With a head that makes seven passes."""
+
+
+def with_head(clients: int, accepted: float, steps: int) -> float:
+    """Tokens per second of fresh text over those without the head."""
+    head = HeadDrafts(drafts=7)
+    drafting = Verification(proposer=head, buckets=GPU_VERIFY, observe=head.observe, room=7)
+    plain, drafted = (
+        serve(SPREAD["fresh"], times, arm, clients=clients, steps=steps, accepted=accepted)
+        for times, arm in ((TIMES, None), (SLOWER, drafting))
+    )
+    return drafted.rate / plain.rate
+
+
+@pytest.mark.parametrize(("clients", "least"), [(1, 3.0), (8, 1.8), (16, 1.4)])
+def test_a_good_head_is_used_although_its_first_rows_have_no_drafts(
+    clients: int, least: float
+) -> None:
+    assert with_head(clients, accepted=0.85, steps=400) > least
+
+
+@pytest.mark.parametrize(("clients", "accepted", "steps"), [(1, 0.0, 4000), (8, 0.3, 1000)])
+def test_that_a_head_is_mostly_wrong_is_learned_once(
+    clients: int, accepted: float, steps: int
+) -> None:
+    assert with_head(clients, accepted, steps) > 0.98
+
+
+def test_drafts_that_are_still_to_come_are_not_held_against_others() -> None:
+    found, sure = decision(), [[0.9, 0.8, 0.7]] * 8
+    for _ in range(10):
+        assert found.choose(8, 500, [], unsettled=0, coming=sure) > 1
+    assert found.trust == 1.0

@@ -46,6 +46,19 @@ def test_a_row_of_fewer_drafts_says_nothing_of_those_it_had_not() -> None:
     assert first > 0.95 and both == pytest.approx(0.6 * first)
 
 
+def test_a_head_that_was_given_up_is_tried_again_some_time() -> None:
+    head, asked = HeadDrafts(drafts=2), sequences(True)
+    for _ in range(1000):
+        head.observe(2, 0)
+    before = head(asked)[0].survival[0]
+    for _ in range(8000):
+        head(asked)
+    assert head(asked)[0].survival[0] == before < 0.02
+    for _ in range(20_000):
+        head(asked)
+    assert 0.2 < head(asked)[0].survival[0] < 0.6
+
+
 def test_the_flag_takes_a_head_in_the_form_of_vllm() -> None:
     chosen = speculation('{"model": "org/head", "method": "dspark", "num_speculative_tokens": 5}')
     assert (chosen.model, chosen.drafts) == ("org/head", 5)

@@ -262,6 +262,7 @@ def test_who_waited_for_the_pages_of_an_aborted_load_goes_on() -> None:
     loop.add(request("waits", *(3, 3, 1, 0) * 3, 1, 2))
     assert loop.launch() is None, "the load holds pages that it needs"
     loop.abort("again")
+    assert loop.launch() is None  # behind it the load is given up
     assert loop.launch() is not None
     loop.run()
     assert loop.finish("waits") is FinishReason.LENGTH

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from jaxserve.scheduler.budget import MAX_SLOWDOWN
 from jaxserve.scheduler.learned_times import LearnedTimes
 
 _MARGIN = 0.03
@@ -26,9 +27,18 @@ _BELIEVED = 16.0
 class Decision:
     """Chooses the positions per row of the next step."""
 
-    def __init__(self, times: LearnedTimes, positions: Collection[int]):
-        """`positions`: of the verify buckets."""
+    def __init__(
+        self, times: LearnedTimes, positions: Collection[int], *, max_itl: float = math.inf
+    ):
+        """Returns a decision that has seen no drafts yet.
+
+        Args:
+          positions: of the verify buckets.
+          max_itl: seconds. A step with drafts takes no longer, for rows whose drafts are wrong wait
+            as long for one token; or no longer than a step with a chunk may, see `MAX_SLOWDOWN`.
+        """
         self._times, self._positions = times, sorted(set(positions))
+        self._max_itl = max_itl
         self._expected = self._accepted = 0.0
         """Drafts that rows should have had accepted, and had."""
 
@@ -38,7 +48,13 @@ class Decision:
         return (self._accepted + _BELIEVED) / (self._expected + _BELIEVED)
 
     def choose(
-        self, rows: int, context: int, survivals: Sequence[Sequence[float]], *, unsettled: int
+        self,
+        rows: int,
+        context: int,
+        survivals: Sequence[Sequence[float]],
+        *,
+        unsettled: int,
+        coming: Sequence[Sequence[float]] = (),
     ) -> int:
         """Returns the positions of the rows with drafts; 1: a step that verifies nothing new, for
         rows that follow others in flight; 0: decode rows for those that do not follow.
@@ -48,6 +64,8 @@ class Decision:
           context: tokens in the cache of all of them together.
           survivals: of each sequence with drafts, `Proposal.survival`.
           unsettled: sequences that cannot decode plainly before a commit.
+          coming: of each sequence that computes one position now, behind which it has drafts. They
+            are worth as much, but none of them is accepted yet.
         """
         self._expected *= _KEPT
         self._accepted *= _KEPT
@@ -58,15 +76,17 @@ class Decision:
             seconds = self._times.of_verify(rows, 1, context)
             if seconds is not None and rows / seconds > needed:
                 best, needed = 1, rows / seconds
-        elif survivals:
-            after = self._settling(rows, context, len(survivals))
+        elif survivals or coming:
+            after = self._settling(rows, context, len(survivals) + len(coming))
         needed *= 1 + _MARGIN
-        for positions in self._positions if survivals else ():
+        longest = max(self._max_itl, MAX_SLOWDOWN * self._times.of_decode(rows, context))
+        for positions in self._positions if survivals or coming else ():
             seconds = self._times.of_verify(rows, positions, context)
-            if seconds is None:
+            if seconds is None or seconds > longest:
                 continue
             drafts = sum(sum(survival[: positions - 1]) for survival in survivals)
-            rate = (rows + self.trust * drafts) / (seconds + after)
+            later = sum(sum(survival[: positions - 1]) for survival in coming)
+            rate = (rows + self.trust * (drafts + later)) / (seconds + after)
             if rate > needed:
                 best, needed, expected = positions, rate, drafts
         self._expected += expected

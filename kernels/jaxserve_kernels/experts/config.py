@@ -12,7 +12,7 @@ from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
 from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import is_quantized
+from jaxserve_kernels.weights import Kind, is_quantized
 
 
 class Limits(NamedTuple):
@@ -64,12 +64,21 @@ def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) ->
     least = limits_of(target).hopper_tokens
     if ids.size < least * w.gate_up.shape[0]:
         return Refusal(f"fewer than {least} tokens for each expert")
-    if is_quantized(w.gate_up) or is_quantized(w.down):
-        return Refusal("written for plain weights")
-    inputs = (x.shape[1], w.width)
-    if x.dtype != jnp.bfloat16 or w.gate_up.dtype != x.dtype or w.down.dtype != x.dtype:
+    if x.dtype != jnp.bfloat16:
         return Refusal("not in bfloat16")
-    return Refusal("not whole tiles of 64 inputs") if any(each % 64 for each in inputs) else None
+    if x.shape[1] % 64 or w.width % 64:
+        return Refusal("not whole tiles of 64 inputs")
+    return _not_on_hopper(w.gate_up) or _not_on_hopper(w.down)
+
+
+def _not_on_hopper(weight: Any) -> Refusal | None:
+    if not is_quantized(weight):
+        return None if weight.dtype == jnp.bfloat16 else Refusal("not in bfloat16")
+    found = stacked(weight)
+    if found is None or found.operand is None or found.operand.kind is Kind.NVFP4:
+        return Refusal("written for codes with scales of 32 inputs or more")
+    small = found.operand.kind is Kind.INT4 and found.operand.group < 128
+    return Refusal("integers in groups of fewer than 128") if small else None
 
 
 def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:

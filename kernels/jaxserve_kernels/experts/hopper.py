@@ -1,10 +1,11 @@
-"""Products of many tokens with their experts on Hopper, as `dense_matmul/hopper.py` has them.
+"""Products of many tokens with their experts on Hopper: rows of a weight are the left operand.
 
-A program walks over tiles of up to 128 tokens of one expert and 256 rows of its weight: gate beside
-up, or 256 of down. A producer copies both into a ring in shared memory, also while the tile before
-is being stored; two warpgroups of 64 tokens each multiply. Gate and up gather their tokens, and a
-warpgroup that has none passes by. Hidden tokens lie in their experts' order, so that a tile of down
-is a block of rows; those past an expert's end are the next one's, and are multiplied for nothing.
+A program walks over tiles of 256 rows of an expert's weight (gate beside up, or 256 of down) and up
+to 160 of its tokens, so that most experts of 128 tokens are one tile, and their weights are read
+once. A producer copies both into rings in shared memory (`hopper_copy`), also while the tile before
+is being stored; each of two warpgroups multiplies half of the rows (`hopper_sums`). Gate and up
+gather their tokens. Hidden tokens lie in their experts' order, so that a tile of down is a block of
+rows; those past an expert's end are the next one's, and are multiplied for nothing.
 """
 
 from __future__ import annotations
@@ -18,35 +19,33 @@ import triton.language as tl
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import most_blocks
-from jaxserve_kernels.experts.hopper_copy import COLUMNS, DEPTH, ROWS, STAGES, block_at, copy
-from jaxserve_kernels.experts.triton import block_of
+from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS, block_at, copy
+from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, plain_sums
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
+    stacked,
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
-TOKENS = 2 * ROWS
-"""Of a tile."""
-_COLUMNS = gl.constexpr(COLUMNS)
+TOKENS = MAIN + BOX
+"""Of a tile, at most."""
+_MAIN = gl.constexpr(MAIN)
+_BOX = gl.constexpr(BOX)
+_BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
-_STAGES = gl.constexpr(STAGES)
-_PLAIN = gl.constexpr(0)
+_DOWN = gl.constexpr(0)
+"""In place of what `activation.gating` gives."""
 _OSS = gl.constexpr(3)
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
@@ -57,13 +56,25 @@ def _blocks(
     ends_ptr, block_ptr,
     experts: tl.constexpr, count: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Of each block its expert, and where its tokens begin and end; an expert beyond the last: it
-    has none."""
-    expert, begin, end = block_of(ends_ptr, ends_ptr, experts, False, TOKENS, EXPERTS)
-    at = block_ptr + tl.program_id(1)
+    """Of each block its expert, and where its tokens begin and end; and how many blocks there are.
+    An expert's blocks have as many tokens each, but for rounding."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS)
+    there = lane < experts
+    ends = tl.load(ends_ptr + lane, mask=there, other=0)
+    begins = tl.load(ends_ptr + lane - 1, mask=there & (lane > 0), other=0)
+    tokens = tl.where(there, ends - begins, 0)
+    blocks = (tokens + TOKENS - 1) // TOKENS
+    last = tl.cumsum(blocks, axis=0)
+    expert = tl.sum((last <= block).to(tl.int32), axis=0)
+    each = (tokens + blocks - 1) // tl.maximum(blocks, 1)
+    begin = begins + (block - last + blocks) * each
+    mine = lane == expert
+    at = block_ptr + block
     tl.store(at, expert)
-    tl.store(at + count, begin)
-    tl.store(at + 2 * count, end)
+    tl.store(at + count, tl.sum(tl.where(mine, begin, 0), axis=0))
+    tl.store(at + 2 * count, tl.sum(tl.where(mine, tl.minimum(begin + each, ends), 0), axis=0))
+    tl.store(at + 3 * count, tl.sum(blocks, axis=0))
 
 
 @gluon.jit
@@ -79,150 +90,191 @@ def _gated(gate, up, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    values, order_ptr, out_ptr, first, end, column, tokens,
-    n: gl.constexpr, choices: gl.constexpr, GATED: gl.constexpr,
+def _places(
+    order_ptr, weights_ptr, first, end, tokens, choices: gl.constexpr,
+    TOKENS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Values [_ROWS, _COLUMNS] of the pairs from `first` on: where they lie, or to each pair's own
-    row."""
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    out = gl.convert_layout(values.to(gl.bfloat16), flat)
-    place = first + gl.arange(0, _ROWS, gl.SliceLayout(1, flat))
+    """Rows of the result of the pairs from `first` on, -1 past the last; of down by choice and
+    token, and by what each result is multiplied."""
+    place = first + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
+    there = place < end
+    factor = 1.0
     row = place
-    if GATED == _PLAIN:
-        pair = gl.load(order_ptr + place, mask=place < end, other=0)
+    if GATED == _DOWN:
+        pair = gl.load(order_ptr + place, mask=there, other=0)
+        factor = gl.load(weights_ptr + pair, mask=there, other=0.0)
         row = (pair % choices) * tokens + pair // choices
-    columns = gl.expand_dims(column + gl.arange(0, _COLUMNS, gl.SliceLayout(0, flat)), 0)
-    mask = gl.expand_dims(place < end, 1) & (columns < n)
-    gl.store(out_ptr + gl.expand_dims(row.to(gl.int64), 1) * n + columns, out, mask=mask)
+    return gl.where(there, row, -1), factor
 
 
 @gluon.jit
-def _factors(order_ptr, weights_ptr, first, end, layout: gl.constexpr):
-    """By which the results of the pairs from `first` on are multiplied."""
-    place = first + gl.arange(0, _ROWS, layout)
-    pair = gl.load(order_ptr + place, mask=place < end, other=0)
-    return gl.load(weights_ptr + pair, mask=place < end, other=0.0)
+def _store(values, out_ptr, rows, column, n: gl.constexpr):
+    """Values [columns, tokens] to the tokens' rows."""
+    flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    out = gl.convert_layout(values.to(gl.bfloat16), flat)
+    rows = gl.convert_layout(rows, gl.SliceLayout(0, flat))
+    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, flat))
+    mask = gl.expand_dims(rows >= 0, 0) & gl.expand_dims(columns < n, 1)
+    at = gl.expand_dims(rows.to(gl.int64), 0) * n + gl.expand_dims(columns, 1)
+    gl.store(out_ptr + at, out, mask=mask)
+
+
+@gluon.jit
+def _finish(
+    left, right, out_ptr, places, column, second: gl.constexpr,
+    n: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Sums [HALF, tokens] of either half of a tile to memory."""
+    if GATED == _DOWN:
+        factor = gl.convert_layout(places[1], gl.SliceLayout(0, left.type.layout))
+        factor = gl.expand_dims(factor, 0)
+        _store(left * factor, out_ptr, places[0], column, n)
+        _store(right * factor, out_ptr, places[0], column + second, n)
+    else:
+        _store(_gated(left, right, GATED), out_ptr, places[0], column, n)
+
+
+@gluon.jit
+def _biased(acc, bias_ptr, column, n: gl.constexpr):
+    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
+    bias = gl.load(bias_ptr + columns, mask=columns < n, other=0.0)
+    return acc + gl.expand_dims(bias.to(gl.float32), 1)
+
+
+@gluon.jit
+def _halves(values):
+    """Of the tokens: the first and the other."""
+    tokens: gl.constexpr = values.shape[1] // 2
+    return gl.split(values.reshape([HALF, 2, tokens]).permute((0, 2, 1)))
 
 
 @gluon.jit
 def _multiply_tile(
     part: gl.constexpr,
-    x_ring, w_ring, ready, free, bias_ptr, order_ptr, weights_ptr, out_ptr, at,
-    begin, end, column, tokens, second: gl.constexpr,
-    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
+    x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, order_ptr, weights_ptr,
+    out_ptr, at, expert, begin, end, column, tokens, second: gl.constexpr, rows: gl.constexpr,
+    all_rows: gl.constexpr, n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: its 64 tokens of a tile, from step `at` of the ring on; the step after it.
-    The tile's other columns are `second` behind the first."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS, 16])
-    acc = gl.zeros([_ROWS, 2 * _COLUMNS], gl.float32, layout)
-    first = begin + part * _ROWS
-    if GATED == _PLAIN:
-        factor = _factors(order_ptr, weights_ptr, first, end, gl.SliceLayout(1, layout))
-    for step in range(k // _DEPTH):
-        stage = at % _STAGES
-        mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
-        if GATED == _PLAIN:
-            x = x_ring.index(stage).slice(part * _ROWS, _ROWS, dim=0)
-        else:
-            x = x_ring.index(stage * 2 + part)
-        acc = warpgroup_mma(x, w_ring.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        # The product before this one is done, and its place free.
-        mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
-        at += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
-    if BIAS:
-        lane = gl.arange(0, 2 * _COLUMNS, gl.SliceLayout(0, layout))
-        columns = column + lane % _COLUMNS
-        place = bias_ptr + columns + (lane // _COLUMNS) * second
-        there = columns + (lane // _COLUMNS) * (second % n) < n
-        acc += gl.expand_dims(gl.load(place, mask=there, other=0.0).to(gl.float32), 0)
-    if GATED == _PLAIN:
-        acc *= gl.expand_dims(factor, 1)
-    left, right = gl.split(acc.reshape([_ROWS, 2, _COLUMNS]).permute((0, 2, 1)))
-    if GATED == _PLAIN:
-        _store(left, order_ptr, out_ptr, first, end, column, tokens, n, choices, GATED)
-        _store(right, order_ptr, out_ptr, first, end, column + second, tokens, n, choices, GATED)
+    """Warpgroup `part`: its 64 rows of either half of a tile, from step `at` of the rings on; the
+    step after it. The other half is `second` behind the first. TAIL: the tile has a box more."""
+    QUARTER: gl.constexpr = _MAIN // 2
+    column += part * HALF
+    first = _places(order_ptr, weights_ptr, begin, end, tokens, choices, QUARTER, GATED)
+    then = _places(order_ptr, weights_ptr, begin + QUARTER, end, tokens, choices, QUARTER, GATED)
+    last = first
+    if TAIL:
+        last = _places(order_ptr, weights_ptr, begin + _MAIN, end, tokens, choices, _BOX, GATED)
+    if KIND == PLAIN:
+        left, right, short_left, short_right, at = plain_sums(
+            part, x_ring, t_ring, w_ring, ready, free, at, k, STAGES, TAIL
+        )
     else:
-        out = _gated(left, right, GATED)
-        _store(out, order_ptr, out_ptr, first, end, column, tokens, n, choices, GATED)
-    return at
-
-
-@gluon.jit
-def _pass_by(ready, free, at, k: gl.constexpr):
-    """Of a warpgroup that has no tokens of a tile: the step after it."""
-    for _ in range(k // _DEPTH):
-        stage = at % _STAGES
-        mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
-        mbarrier.arrive(free.index(stage), count=1)
-        at += 1
+        row = expert * rows + column
+        left_tile = gl.minimum(row, all_rows - 64) // 64
+        right_tile = gl.minimum(row + second, all_rows - 64) // 64
+        left, right, short_left, short_right, at = code_sums(
+            part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, left_tile, right_tile,
+            at, k, STAGES, TAIL, KIND, GROUP, ZERO, UNPACK,
+        )  # fmt: skip
+    if BIAS:
+        bound: gl.constexpr = n if GATED == _DOWN else n + second
+        bias_ptr += expert * rows
+        left = _biased(left, bias_ptr, column, n)
+        right = _biased(right, bias_ptr, column + second, bound)
+        if TAIL:
+            short_left = _biased(short_left, bias_ptr, column, n)
+            short_right = _biased(short_right, bias_ptr, column + second, bound)
+    if TAIL:
+        _finish(short_left, short_right, out_ptr, last, column, second, n, GATED)
+    left_first, left_then = _halves(left)
+    right_first, right_then = _halves(right)
+    _finish(left_first, right_first, out_ptr, first, column, second, n, GATED)
+    _finish(left_then, right_then, out_ptr, then, column, second, n, GATED)
     return at
 
 
 @gluon.jit
 def _multiply(
     part: gl.constexpr,
-    x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr, out_ptr, tokens,
-    experts: gl.constexpr, count: gl.constexpr, columns: gl.constexpr,
-    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
+    x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr,
+    weights_ptr, out_ptr, tokens,
+    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
+    rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     at = 0
+    tiles = gl.load(block_ptr + 3 * count) * columns
     expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
-    for tile in range(gl.program_id(0), count * columns, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         # Read while this tile is multiplied.
         later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
-        if expert < experts:
-            if GATED != _PLAIN and begin + part * _ROWS >= end:
-                at = _pass_by(ready, free, at, k)
-            else:
-                at = _multiply_tile(
-                    part, x_ring, w_ring, ready, free, bias_ptr + expert * rows, order_ptr,
-                    weights_ptr, out_ptr, at, begin, end, tile % columns * step, tokens, second,
-                    n, k, choices, BIAS, GATED,
-                )  # fmt: skip
+        column = tile % columns * step
+        if end - begin > _MAIN:
+            at = _multiply_tile(
+                part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
+                order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
+                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, True,
+            )  # fmt: skip
+        else:
+            at = _multiply_tile(
+                part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
+                order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
+                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
+                False,
+            )  # fmt: skip
         expert, begin, end = later
 
 
 @gluon.jit
 def _program(
-    x, w, bias_ptr, block_ptr, order_ptr, weights_ptr, tokens, out_ptr,
-    experts: gl.constexpr, count: gl.constexpr, columns: gl.constexpr,
-    step: gl.constexpr, second: gl.constexpr, rows: gl.constexpr,
-    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    BIAS: gl.constexpr, GATED: gl.constexpr,
+    x, w, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr, weights_ptr, tokens, out_ptr,
+    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
+    rows: gl.constexpr, all_rows: gl.constexpr,
+    n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
-    gather: gl.constexpr = GATED != _PLAIN
-    boxes: gl.constexpr = 2 if gather else 1
-    box: gl.constexpr = 2 * _ROWS // boxes
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES * boxes, box, _DEPTH], w.layout)
-    w_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, 2 * _COLUMNS, _DEPTH], w.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(_STAGES):
+    """n: columns of the result. k: inputs of the weight, of which tokens have `inputs`."""
+    gather: gl.constexpr = GATED != _DOWN
+    panels: gl.constexpr = 1 if KIND == PLAIN else 2
+    panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    places: gl.constexpr = STAGES * panels
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [places * _BOXES, _BOX, _DEPTH], panel)
+    t_ring = gl.allocate_shared_memory(gl.bfloat16, [places, _BOX, _DEPTH], panel)
+    x_ring = boxes.reinterpret(gl.bfloat16, [places, _MAIN, _DEPTH], panel)
+    if KIND == PLAIN:
+        weight: gl.constexpr = 2 * _ROWS * _DEPTH * 2
+        w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * _ROWS, _DEPTH], w.layout)
+    else:
+        weight: gl.constexpr = 2 * _ROWS * w.block_shape[1] * 2
+        w_ring = gl.allocate_shared_memory(
+            w.dtype, [STAGES * (_ROWS // 32), 64, w.block_shape[1]], w.layout
+        )
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2 if gather else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (
-                0, x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr,
-                out_ptr, tokens, experts, count, columns, step, second, rows, n, k, choices,
-                BIAS, GATED,
+                0, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
+                order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
+                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
             )),
             (_multiply, (
-                1, x_ring, w_ring, ready, free, bias_ptr, block_ptr, order_ptr, weights_ptr,
-                out_ptr, tokens, experts, count, columns, step, second, rows, n, k, choices,
-                BIAS, GATED,
+                1, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
+                order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
+                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
             )),
             (copy, (
-                x, w, x_ring, w_ring, ready, free, block_ptr, order_ptr,
-                experts, count, columns, step, second, rows, k, choices, gather,
+                x, w, boxes, t_ring, w_ring, ready, free, block_ptr, order_ptr, count, columns,
+                step, second, rows, inputs, k, choices, gather, weight, panels, STAGES,
             )),
         ],
         [4, 4 if gather else 1],
@@ -239,8 +291,8 @@ def experts(
     *,
     target: Target,
 ) -> Array:
-    """See `reference.experts`: a part for each choice of a token's, rounded. Inputs of both
-    weights are multiples of DEPTH."""
+    """See `reference.experts`: a part for each choice of a token's, rounded. For what
+    `config.hopper_refuses` does not."""
     tokens, embed = x.shape
     count = w.gate_up.shape[0]
     order, ends = triton_route.order(ids, count, target=target)
@@ -250,15 +302,15 @@ def experts(
         kernel=_blocks,
         name="expert_blocks",
         target=target,
-        out_type=jax.ShapeDtypeStruct((3, most), jnp.int32),
-        grid=(1, most),
+        out_type=jax.ShapeDtypeStruct((4, most), jnp.int32),
+        grid=(most,),
         num_warps=1,
         experts=count, count=most, TOKENS=TOKENS, EXPERTS=triton.next_power_of_2(count),
     )  # fmt: skip
     gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, order, weights, tokens
     hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
-    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _PLAIN.value, target)
+    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _DOWN.value, target)
     return parts.reshape(ids.shape[1], tokens, embed)
 
 
@@ -275,21 +327,34 @@ def _product(
     """[pairs, n]: gated, of tokens x, in the experts' order; else of hidden ones in that order, by
     choice and token."""
     count, rows, k = weight.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    step = COLUMNS if gated else 2 * COLUMNS
+    found = stacked(weight)
+    assert found is not None, f"no kernel knows {type(weight)}"
+    codes, scale, zero = found.arrays
+    if found.operand is None:
+        constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
+        shape, box = (count * rows, k), (ROWS, DEPTH)
+    else:
+        constants = {**found.operand.constants, "STAGES": 3}
+        shape, box = (-1, codes.shape[-1]), (64, codes.shape[-1])
+    step = ROWS if gated else 2 * ROWS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
     return triton_call(
-        x if gated else tensor_descriptor(x, (TOKENS, DEPTH), layout),
-        tensor_descriptor(weight.reshape(count * rows, k), (COLUMNS, DEPTH), layout),
-        weights if bias is None else bias, blocks, order, weights, tokens,
+        x if gated else tensor_descriptor(x, (BOX, DEPTH), _layout(DEPTH)),
+        tensor_descriptor(codes.reshape(shape), box, _layout(box[1])),
+        scale, zero, weights if bias is None else bias, blocks, order, weights, tokens,
         kernel=_program,
         name=f"experts_{'gate_up' if gated else 'down'}_hopper",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size, n), x.dtype),
         grid=(min(target.gpu.multiprocessors, blocks.shape[1] * columns),),
         num_warps=4,
-        experts=count, count=blocks.shape[1], columns=columns, step=step,
-        second=n if gated else COLUMNS, rows=rows, n=n, k=k, choices=ids.shape[1],
-        BIAS=bias is not None, GATED=gated,
+        count=blocks.shape[1], columns=columns, step=step, second=n if gated else ROWS,
+        rows=rows, all_rows=count * rows, n=n, inputs=x.shape[1], k=k, choices=ids.shape[1],
+        BIAS=bias is not None, GATED=gated, **constants,
     )  # fmt: skip
+
+
+def _layout(words: int) -> Any:
+    """Of rows of so many words of 16 bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)

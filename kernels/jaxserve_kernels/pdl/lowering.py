@@ -18,6 +18,11 @@ from jaxserve_kernels.pdl.describe import describe
 from jaxserve_kernels.pdl.launches import Launch, Number, pack
 from jaxserve_kernels.target import Target
 
+_LEAST_SCRATCH = (2 << 20) + 1
+"""Bytes. XLA's `vmm` allocator hands out blocks of a size in turn, and one of 2 MiB for anything
+smaller, each step's input among them. Scratch of that size would lie elsewhere in each step, and
+the graph of the whole chain be changed for it."""
+
 _pdl_p = core.Primitive("pdl_launches")
 _pdl_p.multiple_results = True
 
@@ -84,7 +89,7 @@ def _lower(context: Any, *operands: Any, jaxpr: Any) -> Any:
     launches = [_launch(each) for each in planned.calls]
     handler.register()
     rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=planned.aliases)
-    scratch = ShapedArray((planned.scratch_bytes,), jnp.uint8)
+    scratch = ShapedArray((max(planned.scratch_bytes, _LEAST_SCRATCH),), jnp.uint8)
     context = context.replace(avals_out=[*context.avals_out, scratch])
     count = len(launches)  # for people who look at the program
     packed = pack(launches, planned.zeroed_bytes)

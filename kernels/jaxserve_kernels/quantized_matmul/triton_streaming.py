@@ -51,17 +51,28 @@ def _copy(place, source, tile, left, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _product(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr,
-    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+def _copy_inputs(place, x, depth, tile, left, columns: gl.constexpr, k: gl.constexpr):
+    """A k-step's part of the tokens, `depth` of which are at x."""
+    there, _ = gl.broadcast(tile < left, x)
+    if columns < k:
+        there = there & (depth < columns)
+    async_copy.async_load(place, x, mask=there)
+
+
+@gluon.jit
+def accumulate(
+    x_ptr, packed_ptr, scale_ptr, second_ptr, program, first,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, columns: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, K_TILES: gl.constexpr,
-    STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """second_ptr: zero points of 4-bit integers, scales per row of NVFP4. n: rows of the result;
-    gated, half of the weight's. STEPS: tiles of 128 inputs of a part; K_TILES of them are one
-    k-step, of which the rings hold STAGES. The next kernel may be brought in FIRST, or when this
-    one has read.
+    """The program's rows of a weight times the tokens over a part of the inputs, from tile `first`.
+
+    second_ptr: zero points of 4-bit integers, scales per row of NVFP4. n: rows of the result;
+    gated, half of the weight's. Tokens have `columns` of the weight's k inputs, the others are 0.
+    STEPS: tiles of 128 inputs of a part; K_TILES of them are one k-step, of which the rings hold
+    STAGES. The next kernel may be brought in FIRST, or when this one has read.
     """
     tiles: gl.constexpr = k // 128
     halves: gl.constexpr = 2 if KIND == _NVFP4 else 1
@@ -80,8 +91,6 @@ def _product(
     )
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
-    program = gl.program_id(0)
-    first = gl.program_id(1) * STEPS
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
     else:  # the last part is shorter, by whole k-steps
@@ -124,7 +133,8 @@ def _product(
         of_row = of_row * 64 + row % 64
     lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
-    x = x_ptr + lane % TOKENS * k + (first + lane // TOKENS) * 128 + depth
+    x = x_ptr + lane % TOKENS * columns + (first + lane // TOKENS) * 128 + depth
+    depth = (first + lane // TOKENS) * 128 + depth
     # A token that is not there is like a tile past the last one.
     tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
 
@@ -147,7 +157,8 @@ def _product(
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:
             left = steps - k_step * K_TILES
-            _copy(x_ring.index(k_step), x + k_step * (K_TILES * 128), tile_of_x, left, False)
+            past = k_step * (K_TILES * 128)
+            _copy_inputs(x_ring.index(k_step), x + past, depth + past, tile_of_x, left, columns, k)
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
@@ -169,7 +180,8 @@ def _product(
                 _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
                 _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
-            _copy(x_ring.index(place), x + later * (K_TILES * 128), tile_of_x, left, False)
+            past = later * (K_TILES * 128)
+            _copy_inputs(x_ring.index(place), x + past, depth + past, tile_of_x, left, columns, k)
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
@@ -194,6 +206,23 @@ def _product(
         acc *= (of_rows * 256.0)[:, None]
     elif groups == 0:
         acc *= of_rows[:, None]
+    return acc
+
+
+@gluon.jit
+def _product(
+    x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, K_TILES: gl.constexpr,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
+):  # fmt: skip
+    program = gl.program_id(0)
+    acc = accumulate(
+        x_ptr, packed_ptr, scale_ptr, second_ptr, program, gl.program_id(1) * STEPS,
+        tokens, n, k, k, GATED, KIND, GROUP, ZERO, TOKENS, ROWS, STEPS, K_TILES, STAGES, FIRST,
+        EARLY,
+    )  # fmt: skip
     finish(acc, out_ptr, program, tokens, n, GATED)
 
 

@@ -39,6 +39,8 @@ def serve(
     clients: int,
     steps: int,
     true: StepTimes | None = None,
+    seed: int = 0,
+    accepted: float = 0.0,
 ) -> Served:
     """A closed loop of so many clients over a device that is one step ahead of the host.
 
@@ -46,9 +48,10 @@ def serve(
       texts: draws the next request.
       times: those that the scheduler knows.
       true: those that steps take, if they differ.
+      accepted: probability that a draft of a head is right if those before it are.
     """
-    loop = _Loop(times, true or times, verification, clients)
-    draw = random.Random(clients)
+    loop = _Loop(times, true or times, verification, clients, accepted)
+    draw = random.Random(clients + 1000 * seed)
     for number in range(clients):
         loop.add(number, texts(draw))
     numbers = itertools.count(clients)
@@ -103,7 +106,12 @@ def goodput(
 
 class _Loop:
     def __init__(
-        self, times: StepTimes, true: StepTimes, verification: Verification | None, clients: int
+        self,
+        times: StepTimes,
+        true: StepTimes,
+        verification: Verification | None,
+        clients: int,
+        accepted: float = 0.0,
     ):
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -111,13 +119,14 @@ class _Loop:
                 max_model_len=4096,
                 max_num_batched_tokens=max(times.mixed),
                 prefix_caching=False,
+                max_queued=100_000,
             ),
             CacheConfig(num_pages=1 + clients * 64, page_size=64),
             times=times,
             verification=verification,
             clock=lambda: self.seconds,
         )
-        self._true = true
+        self._true, self._right, self._draw = true, accepted, random.Random(clients)
         self.seconds = 0.0
         self.tokens = self.verify_steps = 0
         self.events: list[TokenEvent] = []
@@ -169,7 +178,13 @@ class _Loop:
         asked = row.verify
         if asked is None:
             return
-        drafts = (asked.drafts or ())[begin - row.start :]
+        if asked.drafts is None:  # a head's
+            for place in range(1, min(asked.positions, asked.end - begin)):
+                if self._draw.random() >= self._right:
+                    return
+                yield text[begin + place + 1]
+            return
+        drafts = asked.drafts[begin - row.start :]
         for place in range(1, min(asked.positions, asked.end - begin)):
             if place > len(drafts) or drafts[place - 1] != text[begin + place]:
                 return

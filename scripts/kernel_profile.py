@@ -1,0 +1,53 @@
+"""Which kernels a program runs, and what each of them adds to its time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+
+class KernelRun(NamedTuple):
+    """One run of a kernel; microseconds."""
+
+    name: str
+    """As in its source, without numbers that XLA appends."""
+    us: float
+    """From its start to its end. Of a chain that includes its waiting for the kernels before."""
+    adds_us: float
+    """From the end of the one that ended before it, or from its own start, if that is later."""
+
+
+def kernel_runs(run: Callable[[], object]) -> list[KernelRun]:
+    """The kernels of what is run, as they end; the call waits for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            jax.block_until_ready(run())
+        trace = next(Path(folder).rglob("perfetto_trace.json.gz"))
+        return runs_of(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+
+
+def runs_of(events: Sequence[Mapping[str, Any]]) -> list[KernelRun]:
+    """The kernels among the events of a trace."""
+    cards = {
+        event["pid"]
+        for event in events
+        if event.get("name") == "process_name" and "/device:GPU" in event["args"]["name"]
+    }
+    kernels = [
+        (event["ts"] + event["dur"], event["dur"], event["name"])
+        for event in events
+        if event.get("pid") in cards and "correlation_id" in event.get("args", {})
+    ]
+    found: list[KernelRun] = []
+    before = 0.0
+    for end, us, name in sorted(kernels):
+        found.append(KernelRun(re.sub(r"(_\d+)+$", "", name), us, min(us, end - before)))
+        before = end
+    return found

@@ -1,0 +1,56 @@
+"""Products of many tokens with their experts, as ptxas makes them for an H100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
+
+KINDS = {"bf16": -2, "int8": 0, "fp8": 1, "int4": 2, "mxfp4": 4}
+QWEN, GPT_OSS = (2048, 768), (2880, 2880)
+"""Embed and width of Qwen3-30B-A3B and gpt-oss-20b."""
+
+
+def compiled(name: str, sizes: tuple[int, int], *, gated: bool) -> Any:
+    from jaxserve_kernels.experts.hopper import _program
+    from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, ROWS
+
+    embed, width = sizes
+    n, k = (width, embed) if gated else (embed, width)
+    rows = 2 * n if gated else n
+    words = 64 if name in ("fp8", "int8") else 32
+    plain = name == "bf16"
+    oss = sizes == GPT_OSS
+    padded = k if plain else k + -k % 128
+    types = {
+        "x": "*bf16" if gated else tma_blocks(BOX, DEPTH),
+        "w": tma_blocks(ROWS, DEPTH)
+        if plain
+        else tma_blocks(64, words, dtype="u16", swizzle=2 * words),
+        "scale_ptr": "*u32" if name == "mxfp4" else "*fp32",
+        "bias_ptr": "*bf16", "weights_ptr": "*fp32", "tokens": "i32", "out_ptr": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "count": 229, "columns": -(-n // (128 if gated else 256)), "step": 128 if gated else 256,
+        "second": n if gated else 128, "rows": rows, "all_rows": 128 * rows, "n": n, "inputs": k,
+        "k": padded, "choices": 8, "STAGES": 4 if plain else 3, "BIAS": oss,
+        "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name],
+        "GROUP": 128 if name == "int4" else padded, "ZERO": 0, "UNPACK": None,
+    }  # fmt: skip
+    return compile_kernel(_program, types, constants)
+
+
+@pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
+    ("bf16", QWEN, True, 0), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 0),
+    ("int4", QWEN, True, 64), ("fp8", QWEN, False, 64), ("mxfp4", GPT_OSS, True, 64),
+])  # fmt: skip
+def test_the_program_fits_and_its_products_do_not_wait(
+    name: str, sizes: tuple[int, int], gated: bool, spilled: int, tmp_path: Path
+) -> None:
+    """What little of codes leaves registers does so where a tile has 160 tokens."""
+    kernel = compiled(name, sizes, gated=gated)
+    check_registers_and_memory(kernel, tmp_path, spilled=spilled)
+    assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warps
