@@ -26,6 +26,7 @@ CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=drive
 
 # pytest keeps what it makes of the tests' source beside it: each process saves ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:  # an environment without pip is none
 .PHONY: serve test compile-test docs docs-serve slow clean
 
