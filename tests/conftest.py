@@ -8,12 +8,7 @@ import os
 import pytest
 from hypothesis import settings
 
-FAST_COMPILES = (
-    "--xla_backend_optimization_level=0 "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
-"""Compiling is most of what the tests do, so XLA's CPU code is left as it comes, and made by the
-emitters that need no MLIR: a tiny model's runner takes 4.2 s of processor time in place of 9.4."""
+from tests.fast_compiles import FAST_COMPILES
 
 settings.register_profile("jaxserve", deadline=None)
 settings.load_profile("jaxserve")

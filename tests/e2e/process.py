@@ -38,9 +38,10 @@ def run(
         another Python then: a function of ours after a fork could wait for ever for jax's threads.
     """
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "checkpoints"))
-    settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **(environment or {})}
+    settings = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     for ours in ("JAX_NUMPY_DTYPE_PROMOTION", "XLA_FLAGS"):  # of the tests, not of a user
         settings.pop(ours, None)
+    settings |= environment or {}
     become = f"{before}; import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     command = [sys.executable, *(("-S", "-c", become) if before else ())]
     return subprocess.Popen(
@@ -103,11 +104,13 @@ def finish(process: subprocess.Popen[str], *, timeout: float = 30.0) -> tuple[in
 class Server:
     """A server that is ready, until the context ends. It has few buckets, unless flags say more."""
 
-    def __init__(self, *flags: str):
-        self._flags = flags
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None):
+        self._flags, self._environment = flags, environment
 
     def __enter__(self) -> Server:
-        self.process = start("--forbid-compiles", *FEW_BUCKETS, *self._flags)
+        self.process = start(
+            "--forbid-compiles", *FEW_BUCKETS, *self._flags, environment=self._environment
+        )
         try:
             self.url = read_until(self.process, r"is ready: \S+ at (http\S+)/v1")[1]
         except BaseException:

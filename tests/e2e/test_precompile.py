@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.process import SMALL_SHAPES, finish, read_until, run, small_model, start
+from tests.fast_compiles import FAST_COMPILES
 
 HEAVY = {"flax", "orbax", "torch", "transformers", "triton", "jax_triton", "huggingface_hub"}
 """What a serving process must not load: seconds of its start, hundreds of megabytes."""
@@ -113,7 +114,7 @@ def test_a_device_whose_memory_is_taken_keeps_programs_and_leaves_timing_to_the_
     for times in (folder / "cache").glob("executables/*/step_times.json"):
         times.unlink()
     command = ("-c", DEVICE_TAKEN, "precompile", *flags_for(folder))
-    status, output = finish(run(*command), timeout=120)
+    status, output = finish(run(*command, environment={"XLA_FLAGS": FAST_COMPILES}), timeout=120)
     assert status == 0, output
     last = output.splitlines()[-1]
     assert last.endswith("not timed, which the first start will do: another process has it")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e import family_models
 from tests.e2e.process import Server
+from tests.fast_compiles import FAST_COMPILES
 
 FLAGS = ("--max-model-len", "192", "--kv-cache-memory-bytes", "4Mi")
 MESSAGES = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 4}]
@@ -38,7 +39,8 @@ ALIKE = (
 async def test_a_checkpoint_of_each_family_answers_chats(architecture: str, tmp_path: Path) -> None:
     model = family_models.write(tmp_path / architecture, architecture)
     cache = ("--cache-dir", str(tmp_path / "cache"))
-    with Server("--model", str(model), *cache, *FLAGS) as server:
+    fast = {"XLA_FLAGS": FAST_COMPILES}
+    with Server("--model", str(model), *cache, *FLAGS, environment=fast) as server:
         async with aiohttp.ClientSession(server.url, raise_for_status=True) as session:
             replies = []
             for _ in range(2):

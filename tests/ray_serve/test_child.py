@@ -18,6 +18,7 @@ import pytest
 from jaxserve.ray.call import Call, Head, ReplicaLost
 from jaxserve.ray.child import Child, ChildFailed
 from tests.e2e.process import SMALL_SHAPES, small_model
+from tests.fast_compiles import FAST_COMPILES
 
 FAKE = (str(Path(__file__).with_name("fake_server.py")),)
 
@@ -141,7 +142,7 @@ async def test_the_kernel_ends_it_with_its_parent() -> None:
 async def test_a_real_server(tmp_path: Path) -> None:
     model = small_model(tmp_path / "model")
     flags = ["--model", str(model), *SMALL_SHAPES, "--cache-dir", str(tmp_path / "cache")]
-    child = Child(["--no-ui", *flags], {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""})
+    child = Child(["--no-ui", *flags], {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_COMPILES})
     try:
         await child.start()
         await child.check()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxserve.api import SamplingParams
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.loading import open_draft
 from jaxserve.models.layer import StepTokens
@@ -87,9 +88,9 @@ def served(
     return Served(settings, opened.load(), opened.spec, config, tensors, params)
 
 
-def runner_config() -> RunnerConfig:
+def runner_config(spec: ModelSpec = SPEC) -> RunnerConfig:
     return make_config(
-        spec=SPEC, decode=(3,), prefill=(16,), verify=((3, 4),), num_pages=41, sampled_vocab=VOCAB
+        spec=spec, decode=(3,), prefill=(16,), verify=((3, 4),), num_pages=41, sampled_vocab=VOCAB
     )
 
 

@@ -16,7 +16,6 @@ from tests.runner.driver import GREEDY, PROMPT, Placed, first_token, generate, s
 from tests.runner.test_draft_steps import (
     KINDS,
     PAGES,
-    SPEC,
     VOCAB,
     assert_all_accepted,
     assert_lossless,
@@ -25,6 +24,7 @@ from tests.runner.test_draft_steps import (
 )
 from tests.tiny_model import StubMetrics, make_config, make_params, make_runner, tiny_spec
 
+TARGET = tiny_spec(tie_embeddings=False)
 SMALL = tiny_spec(
     vocab_size=92, embed=16, ffn=24, q_heads=2, kv_heads=1, qk_norm=False, tie_embeddings=False
 )
@@ -32,9 +32,9 @@ SMALL = tiny_spec(
 
 
 def served(body: Any, weights: decoder.Params) -> Runner:
-    config = replace(runner_config(), draft=ModelDraft(body=body, num_drafts=3))
+    config = replace(runner_config(TARGET), draft=ModelDraft(body=body, num_drafts=3))
     sink: Any = StubMetrics()
-    runner = Runner(config, make_params(SPEC, 4), sink, weights)
+    runner = Runner(config, make_params(TARGET, 4), sink, weights)
     runner.compile(2, lambda name, done: None)
     return runner
 
@@ -47,7 +47,7 @@ def random() -> Runner:
 @pytest.fixture(scope="module")
 def perfect() -> Runner:
     """The target drafts for itself."""
-    return served(SPEC, make_params(SPEC, 4))
+    return served(TARGET, make_params(TARGET, 4))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.metrics.metrics import Metrics
@@ -140,6 +140,7 @@ WORDS = [
 ]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from([*WORDS, 1020 * "x"])).map("".join),
     st.data(),
