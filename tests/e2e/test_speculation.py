@@ -33,6 +33,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+OFTEN = ("greedy", "seeded", "choices", "a grammar")
+"""Alone on a server that may decide against drafts; beside each other all are asked."""
 LOOKING_UP = ("--speculative-config", '{"method": "ngram", "prompt_lookup_min": 2}')
 
 
@@ -79,7 +81,10 @@ def assert_same(answer: dict[str, Any], expected: dict[str, Any]) -> None:
             assert logprobs[0]["tokens"] == logprobs[1]["tokens"]
 
 
-@pytest.mark.parametrize("name", list(REQUESTS))
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in REQUESTS],
+)
 async def test_an_answer_is_the_one_without_drafts(
     server: Server, drafting: Server, name: str
 ) -> None:

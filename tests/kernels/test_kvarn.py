@@ -220,12 +220,12 @@ def test_a_sequence_that_shares_pages_but_computes_the_first_one_gets_what_it_ge
     sequences = Sequences(lengths=(20, 20), page_size=4, head_dim=8)
     kv = KVarN(value_bits=4, group=4).allocate(sequences.shape, jnp.float32)
     run: Any = jax.jit(
-        partial(attend, layer=LAYER, eps=EPS, tile_size=4, dtype=sequences.dtype, target=CPU)
+        partial(attend, layer=LAYER, eps=EPS, tile_size=1, dtype=sequences.dtype, target=CPU)
     )
 
     def compute(kv: Any, starts: tuple[int, int], counts: tuple[int, int], table: Any) -> Any:
-        """Both sequences have the same tokens."""
-        step = sequences.step(starts, counts, 4)
+        """Both sequences have the same tokens. As many in every step."""
+        step = sequences.step(starts, counts, 1, padding=18 - sum(counts))
         qkv, tables = sequences.projections(step._replace(slots=jnp.zeros_like(step.slots)))
         pages = table[np.asarray(step.slots), np.asarray(step.positions) // 4]
         step = step._replace(page_table=jnp.asarray(table), pages=jnp.asarray(pages))
