@@ -105,7 +105,7 @@ def test_a_quantised_model_computes_with_its_dequantised_weights(chunk: int) -> 
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8", "nvfp4"])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_heads_of_other_families_compute_with_quantised_weights(
     name: WeightFormat, biased: bool
 ) -> None:
