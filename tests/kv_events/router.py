@@ -78,7 +78,9 @@ class Index:
         for number, name in enumerate(event.block_hashes):
             before = salt if parent is None else self._key_of_parent(parent, window)
             tokens = event.token_ids[number * self._size : (number + 1) * self._size]
-            key = self._keys.setdefault((before, tuple(tokens)), len(self._keys))
+            # A page that others followed before it was told of keeps its key.
+            known = self._key_of.get(name, len(self._keys))
+            key = self._keys.setdefault((before, tuple(tokens)), known)
             self._key_of[name], self._parent[name] = key, parent
             yield Change(True, group, name, key)
             parent = name
