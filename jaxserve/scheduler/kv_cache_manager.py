@@ -180,9 +180,9 @@ class KVCacheManager:
         """
         seq.slot = self._free_slots.pop()
         seq.shared = seq.published = hit.length
-        seq.computed = hit.length * self.page_size
-        if hit.length and self._own_tokens:
-            seq.computed, seq.skip_from, seq.skip_to = 0, self._own_tokens, seq.computed
+        seq.computed, cached = self.start_of(hit), hit.length * self.page_size
+        if seq.computed < cached:
+            seq.skip_from, seq.skip_to = self._own_tokens, cached
         seq.prefill_end = len(seq.tokens)
         seq.plain_until = 0
         seq.capacity = self.pages_for(len(seq.tokens)) * self.page_size
@@ -196,6 +196,10 @@ class KVCacheManager:
             for position, page in enumerate(table)
             if page
         ]
+
+    def start_of(self, hit: Hit) -> int:
+        """Returns the first position that a sequence with this cached prefix computes."""
+        return 0 if self._own_tokens else hit.length * self.page_size
 
     def _begin_state(self, snapshots: Snapshots, seq: Sequence, hit: Hit) -> None:
         """The sequence's state is that at the end of its hit. A longer hit for the next one that

@@ -311,7 +311,7 @@ class Scheduler(Commits):
             if self._kv_cache.pages_for(len(seq.tokens)) > room:
                 return None
             hit = self._kv_cache.cached_pages(seq)
-            start = hit.length * self._kv_cache.page_size
+            start = self._kv_cache.start_of(hit)
             end = min(start + budget, len(seq.tokens))
             if self._kv_cache.chunk_end(seq, start, end) == start:
                 return None

@@ -139,6 +139,16 @@ def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None
     assert snapshots is not None and snapshots.num_kept == 2, "only those of the second"
 
 
+def test_a_hit_is_admitted_only_if_the_step_holds_a_block_of_its_own_tokens() -> None:
+    sched = scheduler(own_tokens=8, block=4, tokens=9)
+    run(sched, prompt(*range(14), name="fills"))
+    for name in ("first", "second"):
+        sched.add(prompt(*range(14), name=name))
+    plan = planned(sched)  # eight own tokens of the first leave one, less than a block
+    assert [each.slot for each in plan.admissions] == [row.slot for row in plan.rows]
+    assert len(plan.rows) == 1
+
+
 def test_a_hit_behind_own_tokens_gets_its_state_when_those_are_computed() -> None:
     sched = scheduler(own_tokens=8)
     run(sched, prompt(*range(39)))
