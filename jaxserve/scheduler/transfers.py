@@ -149,7 +149,7 @@ class Transfers:
         self._restores.append(PageMove(page, ring_slot, group))
 
     def take(self) -> PageMoves | None:
-        """Returns what to launch before the next plan; `launched` must follow, or `failed`."""
+        """Returns what to launch before the next step; `launched` must follow, or `failed`."""
         if not self._stores and not self._restores:
             return None
         return PageMoves(tuple(self._restores), tuple(each.move for each in self._stores))

@@ -26,25 +26,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.add_rms_norm.triton import _normed
 from jaxserve_kernels.dense_matmul.triton_streaming import _accumulate
-from jaxserve_kernels.experts.types import (
-    SWIGLU_OSS_ALPHA,
-    SWIGLU_OSS_LIMIT,
-    ExpertActivation,
-    ExpertWeights,
-    Routing,
-    stacked,
-)
+from jaxserve_kernels.experts.triton import _ALPHA, _LIMIT, _OSS, _PLAIN
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing, stacked
 from jaxserve_kernels.quantized_matmul.triton_streaming import accumulate, rows_of
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 
-_PLAIN = gl.constexpr(-2)
-"""In place of a `weights.Kind`: the weight is an array."""
-_OSS = gl.constexpr(3)
-"""In place of what `activation.gating` gives: gpt-oss's."""
-_ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
-_LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 _REMOVED = gl.constexpr(-(2**31))
 """Below the key of any score."""
 _ROWS = 64

@@ -45,9 +45,10 @@ def test_results_are_written_once_and_hold_nothing_else(reports: dict[str, dict[
 
 
 def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
-    """Activations, and scores of 256 rows twice; a weight converted by mistake takes gigabytes."""
+    """Activations, and scores of 256 rows twice; a weight converted by mistake takes gigabytes. Up to
+    2 MiB it would lie elsewhere in each launch."""
     for name, report in reports.items():
-        assert report["scratch_bytes"] < 384 * 2**20, name
+        assert 2 * 2**20 < report["scratch_bytes"] < 384 * 2**20, name
 
 
 def test_products_of_many_tokens_add_the_residual_stream(
@@ -73,7 +74,7 @@ def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
     for name, report in reports.items():
         assert report["outside_graph"] == ["kCommandBuffer"], name
         assert report["kv_copies"] == 0, name
-        assert report["scratch_bytes"] < 384 * 2**20, name
+        assert 2 * 2**20 < report["scratch_bytes"] < 384 * 2**20, name
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4-act-order"])
