@@ -45,8 +45,8 @@ def test_results_are_written_once_and_hold_nothing_else(reports: dict[str, dict[
 
 
 def test_scratch_memory_stays_small(reports: dict[str, dict[str, Any]]) -> None:
-    """Activations, and scores of 256 rows twice; a weight converted by mistake takes gigabytes. Up to
-    2 MiB it would lie elsewhere in each launch."""
+    """Activations, and scores of 256 rows twice; a weight converted by mistake takes gigabytes.
+    Up to 2 MiB it would lie elsewhere in each launch."""
     for name, report in reports.items():
         assert 2 * 2**20 < report["scratch_bytes"] < 384 * 2**20, name
 
