@@ -38,7 +38,7 @@ prepare(gpu_memory_utilization=0.92)
 import jax
 import jax.numpy as jnp
 from card_rates import copy_bandwidth
-from decode_steps import decode_plans, pages_for, step_bytes
+from decode_steps import decode_plans, fits, step_bytes
 from kernel_profile import KernelRun, kernel_runs
 from random_weights import LAYER_FORMATS, encoder
 from rich.console import Console
@@ -83,8 +83,7 @@ def main() -> None:
                     time_decode(runner, config, params, batch, context, bandwidth, args)
                     for context in args.context
                     for batch in args.batch
-                    if batch * pages_for(context + args.steps + WARM, config)
-                    <= config.cache.usable_pages
+                    if fits(config, batch, context, args.steps + WARM)
                 ]
             )
     timings = [middle(times) for times in zip(*rounds, strict=True)]
@@ -215,7 +214,11 @@ def time_decode(
     bandwidth: float,
     args: argparse.Namespace,
 ) -> Timing:
-    """Sequences of `context` tokens (the keys and values of whatever is in their pages)."""
+    """Sequences of `context` tokens (the keys and values of whatever is in their pages).
+
+    Raises:
+      RuntimeError: a row's logits are NaN, with which all rows of a router have the same experts.
+    """
     plans = decode_plans(config, batch, context, args.steps + WARM, args.temperature)
     for plan in plans[:WARM]:
         pending = runner.launch(plan)
@@ -231,8 +234,10 @@ def time_decode(
             runner.collect(pending)
             ends.append(time.perf_counter())
         pending = launched
-    runner.collect(pending)
+    last = runner.collect(pending)
     ends.append(time.perf_counter())
+    if any(row is None or row.token is None for row in last):
+        raise RuntimeError(f"batch {batch}: logits are NaN, the times mean nothing")
     moved = step_bytes(config, params, batch, context)
     kernels, temp = runner.describe_decode(batch)
     return Timing(

@@ -20,15 +20,15 @@ def decode_plans(
 ) -> list[StepPlan]:
     """Steps of `batch` sequences that hold `context` tokens; the first one admits them. With a
     temperature each samples other tokens, so that experts are those of rows that differ."""
-    per_seq = pages_for(context + steps, config)
     admissions = tuple(
         Admission(slot, SamplingParams(max_tokens=steps, temperature=temperature, seed=slot))
         for slot in range(batch)
     )
     pages = tuple(
-        PageEntry(slot, position, 1 + slot * per_seq + position)
+        PageEntry(slot, position, 1 + slot * len(positions) + index, group)
+        for group, positions in enumerate(pages_of_groups(config, context, steps))
         for slot in range(batch)
-        for position in range(per_seq)
+        for index, position in enumerate(positions)
     )
     return [
         StepPlan(
@@ -40,8 +40,19 @@ def decode_plans(
     ]
 
 
-def pages_for(tokens: int, config: RunnerConfig) -> int:
-    return -(-tokens // config.cache.page_size)
+def pages_of_groups(config: RunnerConfig, context: int, steps: int) -> list[range]:
+    """Of each cache group the places in its page table that `steps` steps read or write of a
+    sequence with `context` tokens. Other places have the padding page, which may hold NaN."""
+    size = config.cache.page_size
+    end = -(-(context + steps) // size)
+    windows = (group.window for group in config.cache.groups)
+    return [range(max(0, context + 1 - window) // size if window else 0, end) for window in windows]
+
+
+def fits(config: RunnerConfig, batch: int, context: int, steps: int) -> bool:
+    """Whether the cache has the pages of `decode_plans`."""
+    pairs = zip(config.cache.groups, pages_of_groups(config, context, steps), strict=True)
+    return all(batch * len(positions) <= group.usable_pages for group, positions in pairs)
 
 
 def kv_bytes(config: RunnerConfig, context: int) -> float:
