@@ -20,8 +20,10 @@ are switched every `--turn` seconds: off, on, on, off and so on. The server coun
 each turn's steps but those of its first 0.1 s. So what differs between loops, as where prompts
 fall, does not differ between the arms. It ends when the ratio's interval of 95 % is narrow enough
 on each side, 0.5 % where text is fresh and 2 % elsewhere, or after `--seconds`. `speedup` is the
-centre of the ratios of neighbours, without what their shares of prompts explain (`paired.py`). The
-first answers have lengths of their own, so that clients do not march in step.
+centre of the ratios of neighbours (`paired.py`): of their tokens per second, or, if no step of the
+loop verified, of the seconds that their steps should take per second that they took. Which steps
+those are depends on how prompts fall, and differs more between turns than the arms may. The first
+answers have lengths of their own, so that clients do not march in step.
 
 A model is only its shape, with weights whose greedy output is known beforehand
 (`chain_weights.py`): random weights fall into loops, which look like a success of looking up. So
@@ -225,7 +227,7 @@ def parse_args() -> argparse.Namespace:
     add("--output-tokens", type=int, default=192)
     add("--seconds", type=float, default=40.0, help="of turns at most at each point")
     add("--settle", type=float, default=2.0, help="seconds of each loop before its turns")
-    add("--turn", type=float, default=0.4, help="seconds")
+    add("--turn", type=float, default=0.3, help="seconds")
     add("--budget", type=float, default=1500.0, help="seconds in which new points are begun")
     add("--load", type=float, default=1.5, help="of overload")
     add("--arrivals", type=float, default=2.5, help="seconds in which requests come at overload")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from math import comb, exp, log, sqrt
-from statistics import correlation, linear_regression, median
+from statistics import median
 from typing import NamedTuple
 
 
@@ -42,27 +42,15 @@ def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
     return Ratio(median(ratios), ratios[k - 1], ratios[-k], 1 - outside)
 
 
-class Turn(NamedTuple):
-    """What was counted in a short time, of one arm."""
+def ratio_of_turns(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """Returns the ratio of the second values to the first ones, of many short turns of which each
+    arm's came first equally often.
 
-    rate: float
-    mix: float
-    """What explains differences of the rate but has the same mean in both arms in the long run."""
-
-
-def ratio_of_turns(pairs: Sequence[tuple[Turn, Turn]]) -> Ratio:
-    """Returns the ratio of the second rates to the first ones, of many short turns, at least eight.
-
-    Of each pair's log ratio what its difference of mixes explains is taken away, by a line of least
-    squares. The arms come first equally often, so what is left is symmetric: its centre is the
-    median of the averages of all twos (Hodges and Lehmann), with the interval of the signed ranks
-    (normal approximation), which holds it in 95 of 100 cases.
+    So the log ratios are symmetric: their centre is the median of the averages of all twos (Hodges
+    and Lehmann), with the interval of the signed ranks (normal approximation), which holds it in 95
+    of 100 cases.
     """
-    logs = [log(second.rate / first.rate) for first, second in pairs]
-    mixes = [second.mix - first.mix for first, second in pairs]
-    if max(mixes) > min(mixes) and max(logs) > min(logs) and abs(correlation(mixes, logs)) < 1:
-        slope = linear_regression(mixes, logs).slope
-        logs = [found - slope * mix for found, mix in zip(logs, mixes, strict=True)]
+    logs = [log(second / first) for first, second in pairs]
     averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(logs, 2))
     count = len(logs)
     ranks = count * (count + 1) / 4 - 1.96 * sqrt(count * (count + 1) * (2 * count + 1) / 24)

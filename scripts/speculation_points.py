@@ -11,7 +11,7 @@ from statistics import quantiles
 from typing import Any, NamedTuple
 
 import aiohttp
-from paired import Turn, ratio_of, ratio_of_turns
+from paired import ratio_of, ratio_of_turns
 from speculation_load import Asked, Run, again, closed_loop, counters, goodput
 from speculation_server import ARMS, Server
 
@@ -68,7 +68,11 @@ async def compare(bench: Bench, point: Point, precision: float) -> dict[str, Any
     async with bench.loop(point, seed, "on") as run:
         await bench.turn(run, "on", args.settle)
         before, known = await bench.counters(), len(bench.server.turns())
-        began, turns, pairs = time.perf_counter(), list[dict[str, Any]](), list[tuple[Turn, Turn]]()
+        began, turns, pairs = (
+            time.perf_counter(),
+            list[dict[str, Any]](),
+            list[tuple[float, float]](),
+        )
         while time.perf_counter() - began < args.seconds and len(run.errors) < 8:
             for arm in ("off", "on", "on", "off") * (_OFTEN // 2):
                 await bench.turn(run, arm, args.turn)
@@ -106,19 +110,17 @@ async def _compared(bench: Bench, point: Point, seed: str, run: Run) -> dict[str
     return {"compared": len(pairs), "equal": equal / max(len(pairs), 1)}
 
 
-def pairs_of(turns: list[dict[str, Any]]) -> list[tuple[Turn, Turn]]:
-    """Turns of off and on that follow each other."""
-    found: list[tuple[Turn, Turn]] = []
+def pairs_of(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """The speeds of neighbouring turns, off and on: expected seconds per second. Where any step
+    verified, the arms' steps are not the same, so there it is tokens per second, which also depends
+    on how many prompts fall into a turn."""
+    drafted = any(each["verify_steps"] for each in turns)
+    found: list[tuple[float, float]] = []
     for two in batched(turns, 2):
-        rates = {
-            each["arm"]: Turn(
-                each["tokens"] / each["seconds"], each["prompt_tokens"] / max(each["tokens"], 1)
-            )
-            for each in two
-            if each["tokens"]
-        }
-        if len(rates) == 2:
-            found.append((rates["off"], rates["on"]))
+        work = {each["arm"]: each["tokens" if drafted else "expected_s"] for each in two}
+        if len(work) == 2 and all(work.values()):
+            speeds = {each["arm"]: work[each["arm"]] / each["seconds"] for each in two}
+            found.append((speeds["off"], speeds["on"]))
     return found
 
 

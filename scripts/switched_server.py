@@ -8,8 +8,11 @@ that it was understood. Each begins a turn, also if nothing changes. When a turn
 says what its steps yielded from `SETTLED` seconds after its beginning on, from the end of one step
 to that of another:
 
-    turn {"arm": "on", "seconds": 0.29, "tokens": 3700, "prompt_tokens": 2304, "steps": 81,
+    turn {"arm": "on", "seconds": 0.29, "expected_s": 0.27, "tokens": 3700, "steps": 81,
      "verify_steps": 0}
+
+`expected_s` is what such steps should take by the times measured at the start, of those that do not
+verify.
 
 Weights of `--load-format dummy` are those of `chain_weights.py`. Step times go to the file that the
 variable STEP_TIMES names, as `jaxserve.step_times` reads it.
@@ -32,6 +35,7 @@ from jaxserve import __main__ as server
 from jaxserve.api import TokenEvent
 from jaxserve.commands import serve
 from jaxserve.plan import Sampled, StepPlan
+from jaxserve.step_times import StepTimes
 
 SETTLED = 0.1
 """Seconds at the beginning of a turn that are not counted."""
@@ -43,29 +47,31 @@ class _Turn:
     def __init__(self, number: int, *, on: bool):
         self.number, self.on = number, on
         self._counts_from = time.perf_counter() + SETTLED
-        self._first: tuple[float, int] | None = None
-        self._last = (0.0, 0)
+        self._first = self._last = 0.0
+        self._expected = 0.0
         self._tokens = self._steps = self._verify_steps = 0
 
-    def step_ended(self, tokens: int, prompt_tokens: int, *, verify: bool) -> None:
-        """Count a step. `prompt_tokens`: of all steps."""
+    def step_ended(self, plan: StepPlan, tokens: int, times: StepTimes | None) -> None:
+        """Count a step."""
         now = time.perf_counter()
-        if self._first is not None:
-            self._last = now, prompt_tokens
+        if self._first:
+            self._last = now
             self._tokens += tokens
             self._steps += 1
-            self._verify_steps += verify
+            self._verify_steps += plan.verify
+            if times is not None and not plan.verify:
+                self._expected += times.of(plan)
         elif now >= self._counts_from:
-            self._first = now, prompt_tokens
+            self._first = now
 
     def end(self) -> None:
         """Write the line, if any step was counted."""
-        if self._first is not None and self._steps:
+        if self._steps:
             found = {
                 "arm": "on" if self.on else "off",
-                "seconds": self._last[0] - self._first[0],
+                "seconds": self._last - self._first,
+                "expected_s": self._expected,
                 "tokens": self._tokens,
-                "prompt_tokens": self._last[1] - self._first[1],
                 "steps": self._steps,
                 "verify_steps": self._verify_steps,
             }
@@ -102,7 +108,7 @@ class Switched(jaxserve.scheduler.Scheduler):
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
         events = super().commit(plan, sampled)
-        self._turn.step_ended(len(events), self.num_prompt_tokens, verify=plan.verify)
+        self._turn.step_ended(plan, len(events), self._times)
         return events
 
 

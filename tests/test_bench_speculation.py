@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.step_times import StepTimes
 from jaxserve_checkpoints.resolve import embedded_model
-from scripts.paired import Turn, ratio_of, ratio_of_turns
+from scripts.paired import ratio_of, ratio_of_turns
 from tests.e2e import family_models
 
 ROOT = Path(__file__).parents[1]
@@ -43,22 +43,17 @@ def test_noise_that_both_arms_share_drops_out_of_pairs() -> None:
     assert ratio_of(found).median == pytest.approx(1.02) and ratio_of(found).noise < 1e-9
 
 
-def turns(draw: Random, pairs: int, ratio: float) -> list[tuple[Turn, Turn]]:
-    """Rates that drift, and are lower the more of a turn's work are prompts."""
-
-    def turn(share: float, speed: float) -> Turn:
-        return Turn(speed * (1 - 0.2 * share) * draw.lognormvariate(0, 0.01), share)
-
-    found: list[tuple[Turn, Turn]] = []
+def turns(draw: Random, pairs: int, ratio: float) -> list[tuple[float, float]]:
+    """Speeds that drift, with some noise."""
+    found: list[tuple[float, float]] = []
     for number in range(pairs):
         speed = 100.0 * (1 + number / pairs)
-        off, on = (turn(draw.uniform(0.3, 0.7), speed * each) for each in (1.0, ratio))
+        off, on = (each * speed * draw.lognormvariate(0, 0.01) for each in (1.0, ratio))
         found.append((off, on))
     return found
 
 
 def test_many_short_turns_tell_a_small_difference_from_none() -> None:
-    """Without what prompts explain one percent is many intervals away."""
     for ratio in (0.98, 1.0, 4.0):
         found = ratio_of_turns(turns(Random(2), 60, ratio))
         assert found.low <= ratio <= found.high and found.noise < 0.005
@@ -72,8 +67,24 @@ def test_the_interval_of_turns_holds_the_ratio_as_often_as_it_says() -> None:
 
 def test_one_odd_turn_changes_little() -> None:
     pairs = turns(Random(4), 40, 1.0)
-    pairs[7] = (pairs[7][0], Turn(1.0, 0.5))
+    pairs[7] = (pairs[7][0], 1.0)
     assert ratio_of_turns(pairs).median == pytest.approx(1.0, abs=0.02)
+
+
+TURNS = """
+import sys
+sys.path.insert(0, "scripts")
+from speculation_points import pairs_of
+def turn(arm, seconds, verify):
+    return {"arm": arm, "seconds": seconds, "expected_s": 0.2, "tokens": 30, "verify_steps": verify}
+assert pairs_of([turn("off", 0.4, 0), turn("on", 0.5, 0)]) == [(0.5, 0.4)]
+assert pairs_of([turn("on", 0.5, 1), turn("off", 0.4, 0)]) == [(75.0, 60.0)]
+assert not pairs_of([turn("on", 0.5, 0), turn("on", 0.4, 0), turn("off", 0.4, 0)])
+"""
+
+
+def test_speed_is_of_expected_seconds_where_nothing_was_verified() -> None:
+    subprocess.run([sys.executable, "-c", TURNS], cwd=ROOT, check=True)
 
 
 MADE = """
