@@ -33,7 +33,7 @@ def draw_decision() -> None:
     times = StepTimes.load(LAB / "measurements" / "step_times_verify_h200.json")
     learned = LearnedTimes(times)
     positions = {shape[1] for shape in times.verify}
-    rows = list(times.decode)
+    rows = [2**n for n in range(9)]
     rates = [n / 20 for n in range(21)]
     figure, axes = plot_figures.plt.subplots(figsize=(7, 3.6))
     gains: list[list[float]] = []
@@ -41,7 +41,7 @@ def draw_decision() -> None:
         gains.append([])
         survival = [rate**n for n in range(1, 8)]
         for column, count in enumerate(rows):
-            decision, context = Decision(learned, positions), 0  # it is in the times
+            decision, context = Decision(learned, positions), 1024 * count
             chosen = decision.choose(count, context, [survival] * count, unsettled=0)
             seconds = learned.of_verify(count, chosen, context) if chosen else None
             plain = learned.of_decode(count, context)
@@ -55,7 +55,9 @@ def draw_decision() -> None:
     axes.set_xlabel("rows, all with drafts and 1,024 tokens of context")
     axes.set_ylabel("probability of each draft")
     axes.set_title("positions per row that a step verifies (none: plain decoding)", fontsize=10)
-    figure.suptitle("Qwen3-4B on an H200: decode steps measured, verify steps expected", fontsize=9)
+    sizes = ", ".join(str(size) for size in times.decode)
+    title = f"Qwen3-4B on an H200, measured steps of a server with decode buckets {sizes}"
+    figure.suptitle(title, fontsize=9)
     plot_figures.save(figure, plot_figures.FIGURES / "speculation_decision.svg")
 
 

@@ -1,4 +1,7 @@
-"""Time what the scheduler costs per decode step, one step ahead, without a device."""
+"""Thread time of the scheduler per decode step, one step ahead, without a device.
+
+Medians of the means of 40 steps each.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import argparse
 import random
 import statistics
 import time
+from itertools import batched
+from pathlib import Path
+from typing import Any
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
@@ -13,62 +19,82 @@ from jaxserve.plan import Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.speculation.lookup import Lookup
 from jaxserve.scheduler.verify import Verification
-from jaxserve.step_times import StepTimes, VerifyTime
+from jaxserve.step_times import StepTimes
 
-_TIMES = StepTimes(decode={256: 0.01}, mixed={4096: 0.05}, verify={(256, 8): VerifyTime(1.0, 0.0)})
-"""By which no step verifies: what looking up costs is seen alone."""
+_TIMES = Path(__file__).parents[1] / "lab" / "measurements" / "step_times_verify_h200.json"
+_PROMPT = 128
+"""Tokens. No token of prompt or output is like those around it at an earlier place, so nothing is
+drafted: what looking up costs is seen alone."""
+
+
+_TURN = 40
+"""Steps with lookup, and as many without."""
+
+
+class _Switched(Scheduler):
+    """Looks up drafts or not; nothing may be verified."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._drafting = self._verify
+
+    def look_up(self, on: bool) -> None:
+        self._verify = self._drafting if on else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument(
-        "--lookup",
-        action="store_true",
-        help="look up drafts that no step verifies",
-    )
+    parser.add_argument("--lookup", action="store_true", help="in turns look up drafts, of none")
     args = parser.parse_args()
 
-    scheduler = _filled(args.sequences, args.steps + 64, args.page_size, lookup=args.lookup)
+    tokens = args.steps + 64 + 4 * args.sequences
+    scheduler = _filled(args.sequences, tokens, args.page_size, lookup=args.lookup)
     pending = _prefilled(scheduler, args.sequences)
-    words = random.Random(0).choices(range(3, 2003), [1 / n for n in range(1, 2001)], k=4096)
-    times: dict[str, list[float]] = {"plan": [], "commit": []}
+    words = random.Random(0).choices(range(3, 150_000), k=4096)
+    times: dict[str, list[float]] = {}
     for step in range(args.steps):
-        start = time.perf_counter()
+        on = args.lookup and step // _TURN % 2 == 1
+        scheduler.look_up(on)
+        start = time.thread_time()
         plan = scheduler.plan()
-        planned = time.perf_counter()
+        planned = time.thread_time()
         assert plan is not None and len(plan.rows) == args.sequences
         sampled = [Sampled(words[hash((step, row.slot)) % 4096]) for row in pending.rows]
-        collected = time.perf_counter()
+        collected = time.thread_time()
         scheduler.commit(pending, sampled)
-        times["commit"].append(time.perf_counter() - collected)
-        times["plan"].append(planned - start)
+        ended = time.thread_time()
+        for name, seconds in (("plan", planned - start), ("commit", ended - collected)):
+            times.setdefault(f"{name}, lookup" if on else name, []).append(1e6 * seconds)
         pending = plan
-    for name, values in times.items():
-        worst = statistics.quantiles(values, n=100)[98]
-        print(f"{name:7} median {statistics.median(values) * 1e6:6.0f} us, p99 {worst * 1e6:6.0f}")
+    for name, us in times.items():
+        means = [statistics.fmean(turn) for turn in batched(us, _TURN)]
+        worst = statistics.quantiles(us, n=100)[98]
+        print(f"{name:14} {statistics.median(means):6.1f} us, p99 {worst:6.1f}")
 
 
-def _filled(sequences: int, tokens: int, page_size: int, *, lookup: bool) -> Scheduler:
-    prompt = 16
-    buckets = tuple(_TIMES.verify)
+def _filled(sequences: int, tokens: int, page_size: int, *, lookup: bool) -> _Switched:
+    times = StepTimes.load(_TIMES)
+    buckets = tuple(times.verify)
     verification = Verification(proposer=Lookup(drafts=7), buckets=buckets) if lookup else None
-    pages = 1 + sequences * (-(-(prompt + tokens) // page_size) + 2)
-    scheduler = Scheduler(
+    pages = 1 + sequences * (-(-(_PROMPT + tokens) // page_size) + 2)
+    scheduler = _Switched(
         SchedulerConfig(
             max_num_seqs=sequences,
-            max_model_len=prompt + tokens,
+            max_model_len=_PROMPT + tokens,
             max_num_batched_tokens=max(sequences, 4096),
         ),
         CacheConfig(num_pages=pages, page_size=page_size),
-        times=_TIMES,
+        times=times,
         verification=verification,
     )
     params = SamplingParams(max_tokens=tokens, stop_token_ids=frozenset({1, 2}))
+    words = random.Random(1)
     for number in range(sequences):
-        scheduler.add(Request(id=f"request-{number}", prompt=(5,) * prompt, params=params))
+        prompt = tuple(words.choices(range(3, 150_000), k=_PROMPT))
+        scheduler.add(Request(id=f"request-{number}", prompt=prompt, params=params))
     return scheduler
 
 

@@ -15,11 +15,15 @@
 
 The first four ask one server over HTTP, whose drafts are switched off and on in turns
 (`switched_server.py`): both have the same programs, weights and step times. What a server without
-drafts has beside that is memory for some more pages. Each point is measured in pairs of closed
-loops of `--seconds` each, twice as long from 64 clients on, until the ratio's interval is
-`--precision` wide on each side, from three to `--pairs` pairs. `speedup` is the median of the
-pairs' ratios (`paired.py`). Answers of a loop's first requests have lengths of their own, so that
-its clients do not march in step.
+drafts has beside that is memory for some more pages. Each point is one closed loop, in which drafts
+are switched every `--turn` seconds: off, on, on, off and so on. The server counts the tokens of
+each turn's steps but those of its first 0.1 s. So what differs between loops, as where prompts
+fall, does not differ between the arms. It ends when the ratio's interval of 95 % is narrow enough
+on each side, 0.5 % where text is fresh and 2 % elsewhere, or after `--seconds`. `speedup` is the
+centre of the ratios of neighbours (`paired.py`): of their tokens per second, or, if no step of the
+loop verified, of the seconds that their steps should take per second that they took. Which steps
+those are depends on how prompts fall, and differs more between turns than the arms may. The first
+answers have lengths of their own, so that clients do not march in step.
 
 A model is only its shape, with weights whose greedy output is known beforehand
 (`chain_weights.py`): random weights fall into loops, which look like a success of looking up. So
@@ -38,8 +42,8 @@ With `--text` the model is a folder of real weights, and its chats are asked to 
 repository with a name changed (`text-edit`), to quote from its documentation (`text-quotes`), and
 for short essays (`text-chat`).
 
-`equal` is the share of answers that are the same with drafts as without, as far as both came. In
-other shapes a step rounds differently, so near ties may differ.
+`equal` is the share of some answers that were the same when asked for once more without drafts, as
+far as both came. In other shapes a step rounds differently, so near ties may differ.
 
 Overload: requests arrive at random times, `--load` times as many as the server without drafts
 completes with the most clients. `goodput` counts the tokens of those whose first token came within
@@ -93,13 +97,15 @@ class Part(NamedTuple):
     """Those of real weights."""
     clients: tuple[int, ...]
     prompt_tokens: int
+    precision: float
+    """Half the width of the ratio's interval at which a point is done, as a share of it."""
 
 
 MANY = (1, 8, 64, 256)
 LOOPS = {
-    "copies": Part(("made-edit", "made-quotes"), ("text-edit", "text-quotes"), (1,), 512),
-    "fresh": Part(("made-fresh",), ("text-chat",), MANY, 128),
-    "misleading": Part(("made-misleading",), (), MANY, 512),
+    "copies": Part(("made-edit", "made-quotes"), ("text-edit", "text-quotes"), (1,), 512, 0.02),
+    "fresh": Part(("made-fresh",), ("text-chat",), MANY, 128, 0.005),
+    "misleading": Part(("made-misleading",), (), MANY, 512, 0.005),
 }
 STEP_PARTS = ("eagle3", "dflash", "dspark", "draft", "mtp")
 PARTS = (*LOOPS, "overload", *STEP_PARTS)
@@ -219,11 +225,13 @@ def parse_args() -> argparse.Namespace:
     add("--clients", type=sizes, help="of all parts (default: those of each)")
     add("--prompt-tokens", type=int, help="of all parts (default: those of each)")
     add("--output-tokens", type=int, default=192)
-    add("--seconds", type=float, default=2.5, help="of each loop of up to 63 clients")
-    add("--pairs", type=int, default=3, help="of loops at most at each point, at least 3")
-    add("--precision", type=float, default=0.02, help="share of the ratio at which a point is done")
+    add("--seconds", type=float, default=40.0, help="of turns at most at each point")
+    add("--settle", type=float, default=2.0, help="seconds of each loop before its turns")
+    add("--turn", type=float, default=0.3, help="seconds")
     add("--budget", type=float, default=1500.0, help="seconds in which new points are begun")
     add("--load", type=float, default=1.5, help="of overload")
+    add("--arrivals", type=float, default=2.5, help="seconds in which requests come at overload")
+    add("--pairs", type=int, default=3, help="of runs at overload")
     add("--ttft", type=float, default=2.0, help="seconds")
     add("--tpot", type=float, default=0.05, help="seconds")
     add("--memory", type=float, default=0.8, help="share of the card of the server or engine")
@@ -275,7 +283,8 @@ async def measure(
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         bench = Bench(server, session, args)
         first = next(iter(TEXTS)) if args.text else MADE[0]
-        await bench.loop("on", Point(first, 2, 96), 0.5, "warm")  # what is slow once
+        async with bench.loop(Point(first, 2, 96), "warm", "on"):
+            await asyncio.sleep(0.5)  # what is slow once
         for part in parts:
             with report.timed(part):
                 if part == "overload":
@@ -290,9 +299,8 @@ async def loops(bench: Bench, part: Part, args: argparse.Namespace, report: Repo
     for clients, name in itertools.product(args.clients or part.clients, names):
         if report.is_late(f"{name} of {clients} clients"):
             continue
-        point = await compare(
-            bench, Point(name, clients, args.prompt_tokens or part.prompt_tokens), args
-        )
+        asked = Point(name, clients, args.prompt_tokens or part.prompt_tokens)
+        point = await compare(bench, asked, part.precision)
         print(line(point), flush=True)
         report.found.setdefault("points", []).append(point)
         report.write()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from itertools import combinations_with_replacement
+from math import comb, exp, log, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -39,3 +40,20 @@ def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
             break
         k, outside = k + 1, more
     return Ratio(median(ratios), ratios[k - 1], ratios[-k], 1 - outside)
+
+
+def ratio_of_turns(pairs: Sequence[tuple[float, float]]) -> Ratio:
+    """Returns the ratio of the second values to the first ones, of many short turns of which each
+    arm's came first equally often.
+
+    So the log ratios are symmetric: their centre is the median of the averages of all twos (Hodges
+    and Lehmann), with the interval of the signed ranks (normal approximation), which holds it in 95
+    of 100 cases.
+    """
+    logs = [log(second / first) for first, second in pairs]
+    averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(logs, 2))
+    count = len(logs)
+    ranks = count * (count + 1) / 4 - 1.96 * sqrt(count * (count + 1) * (2 * count + 1) / 24)
+    outside = max(int(ranks), 0)
+    low, high = averages[outside], averages[-1 - outside]
+    return Ratio(exp(median(averages)), exp(low), exp(high), 0.95)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import random
 import time
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -17,17 +19,16 @@ from speculation_workloads import body
 
 @dataclasses.dataclass
 class Run:
-    """A round of one server."""
+    """What came back."""
 
-    seconds: float = 0.0
-    """In which the counters counted: the last three quarters of the round."""
-    ttft: list[float] = dataclasses.field(default_factory=list)
-    gaps: list[float] = dataclasses.field(default_factory=list)
-    """Seconds between two events of a stream; an event may have several tokens."""
+    arm: str
+    """Whose turn it is."""
+    ttft: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"off": [], "on": []})
+    gaps: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"off": [], "on": []})
+    """By arm: seconds between two events of a stream; an event may have several tokens."""
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     """Answers, some of them cut off, by the request's number."""
     errors: list[str] = dataclasses.field(default_factory=list)
-    counters: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Asked(NamedTuple):
@@ -46,31 +47,46 @@ class Asked(NamedTuple):
         return {**found, "cache_salt": self.salt}
 
 
-async def drive(
-    session: aiohttp.ClientSession, url: str, asked: Asked, seconds: float, *, seed: str
-) -> Run:
-    """A closed loop of clients. What has not ended after `seconds` is given up."""
-    run, numbers = Run(), itertools.count()
+@contextlib.asynccontextmanager
+async def closed_loop(
+    session: aiohttp.ClientSession, url: str, asked: Asked, seed: str, arm: str
+) -> AsyncGenerator[Run]:
+    """Clients of which each asks again when it was answered. `arm`: whose turn is first. What has
+    not ended at the end of the block is given up."""
+    run, numbers = Run(arm), itertools.count()
 
     async def client() -> None:
         while len(run.errors) < 8:
-            number, most = next(numbers), asked.output_tokens
-            request = asked.body(f"{seed}/{number}")
-            if number < asked.clients:
-                request["max_tokens"] = 1 + most * (number + 1) // (asked.clients + 1)
-            await ask(session, url, request, run, number)
+            number = next(numbers)
+            await ask(session, url, _numbered(asked, seed, number), run, number)
 
     tasks = [asyncio.create_task(client()) for _ in range(asked.clients)]
-    await asyncio.sleep(seconds / 4)
-    began, before = time.perf_counter(), await counters(session, url)
-    await asyncio.sleep(max(seconds * 3 / 4, 0.0))
-    run.seconds, after = time.perf_counter() - began, await counters(session, url)
-    run.counters = {key: value - before.get(key, 0.0) for key, value in after.items()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await settled(session, url)
-    return run
+    try:
+        yield run
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await settled(session, url)
+
+
+async def again(
+    session: aiohttp.ClientSession, url: str, asked: Asked, seed: str, numbers: Sequence[int]
+) -> dict[int, str]:
+    """Asks some of a loop's requests once more, all at once. Returns the answers."""
+    run = Run("off")
+    asks = (ask(session, url, _numbered(asked, seed, each), run, each) for each in numbers)
+    await asyncio.gather(*asks)
+    return run.texts
+
+
+def _numbered(asked: Asked, seed: str, number: int) -> dict[str, Any]:
+    """A loop's request. The first answers have lengths of their own, so that clients do not march
+    in step."""
+    request = asked.body(f"{seed}/{number}")
+    if number < asked.clients:
+        request["max_tokens"] = 1 + asked.output_tokens * (number + 1) // (asked.clients + 1)
+    return request
 
 
 async def goodput(
@@ -88,12 +104,12 @@ async def goodput(
     began = time.perf_counter()
 
     async def one(number: int) -> Run:
-        run = Run()
+        run = Run("off")
         request = asked.body(f"{seed}/{number}")
         await ask(session, url, request, run, number)
         return run
 
-    while (at := at + rng.expovariate(requests)) < args.seconds:
+    while (at := at + rng.expovariate(requests)) < args.arrivals:
         await asyncio.sleep(max(began + at - time.perf_counter(), 0.0))
         tasks.append(asyncio.create_task(one(len(tasks))))
     await asyncio.wait(tasks, timeout=args.ttft + args.tpot * asked.output_tokens)
@@ -102,14 +118,15 @@ async def goodput(
     runs = await asyncio.gather(*tasks, return_exceptions=True)
     await settled(session, url)
     good = sum(in_time(run, args) for run in runs if isinstance(run, Run))
-    return good * asked.output_tokens / args.seconds
+    return good * asked.output_tokens / args.arrivals
 
 
 def in_time(run: Run, args: argparse.Namespace) -> bool:
     """Whether a request's only answer is whole and came in time."""
-    if run.errors or not run.ttft:
+    first, gaps = run.ttft[run.arm], run.gaps[run.arm]
+    if run.errors or not first:
         return False
-    return run.ttft[0] <= args.ttft and sum(run.gaps) <= args.tpot * args.output_tokens
+    return first[0] <= args.ttft and sum(gaps) <= args.tpot * args.output_tokens
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
@@ -146,7 +163,7 @@ async def ask(
                     continue
                 now = time.perf_counter()
                 pieces += [_text(choice) for choice in json.loads(event[6:])["choices"]]
-                (run.ttft if first else run.gaps).append(now - last)
+                (run.ttft if first else run.gaps)[run.arm].append(now - last)
                 first, last = False, now
     except (aiohttp.ClientError, ValueError, KeyError, TimeoutError) as error:
         run.errors.append(f"{type(error).__name__}: {error}"[:300])

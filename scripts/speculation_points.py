@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
-from statistics import median, quantiles
+from contextlib import AbstractAsyncContextManager
+from itertools import batched
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 import aiohttp
-from paired import ratio_of
-from speculation_load import Asked, Run, drive, goodput
+from paired import ratio_of, ratio_of_turns
+from speculation_load import Asked, Run, again, closed_loop, counters, goodput
 from speculation_server import ARMS, Server
 
 
@@ -21,6 +24,12 @@ class Point(NamedTuple):
     prompt_tokens: int
 
 
+_LEAST, _OFTEN = 8, 4
+"""Pairs of turns at least, and those between two looks at the ratio."""
+_AGAIN = 8
+"""Answers of each loop that are asked for once more."""
+
+
 class Bench(NamedTuple):
     """What measures."""
 
@@ -28,62 +37,106 @@ class Bench(NamedTuple):
     session: aiohttp.ClientSession
     args: argparse.Namespace
 
-    async def loop(self, arm: str, point: Point, seconds: float, seed: str) -> Run:
-        """A closed loop with drafts on or off."""
+    def loop(self, point: Point, seed: str, arm: str) -> AbstractAsyncContextManager[Run]:
+        """A closed loop; switch the server before."""
+        return closed_loop(self.session, self.server.url, self.asked(point), seed, arm)
+
+    async def turn(self, run: Run, arm: str, seconds: float) -> None:
+        """Drafts on or off for a while."""
         await self.server.switch(arm)
-        asked = self._asked(arm, point)
-        return await drive(self.session, self.server.url, asked, seconds, seed=seed)
+        run.arm = arm
+        await asyncio.sleep(seconds)
 
     async def goodput(self, arm: str, point: Point, requests: float, seed: str) -> float:
         """Of requests at random times, with drafts on or off."""
         await self.server.switch(arm)
-        asked = self._asked(arm, point)
+        asked = self.asked(point)
         return await goodput(self.session, self.server.url, asked, requests, self.args, seed=seed)
 
-    def _asked(self, arm: str, point: Point) -> Asked:
-        """No arm finds the other's prompts in the prefix cache."""
-        salt = f"{arm} {time.monotonic()}"
-        return Asked(*point, self.args.output_tokens, salt)
+    async def counters(self) -> dict[str, float]:
+        return await counters(self.session, self.server.url)
+
+    def asked(self, point: Point) -> Asked:
+        """Nobody finds another's prompts in the prefix cache."""
+        return Asked(*point, self.args.output_tokens, str(time.monotonic()))
 
 
-async def compare(bench: Bench, point: Point, args: argparse.Namespace) -> dict[str, Any]:
-    """One point: on and off in turns, with the same requests in each pair."""
-    rounds: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-    ratio = None
-    seconds = args.seconds * (1 if point.clients < 64 else 2)
-    while ratio is None or (ratio.noise > args.precision and len(rounds["on"]) < args.pairs):
-        number = len(rounds["on"])
-        for arm in list(ARMS)[:: 1 if number % 2 == 0 else -1]:
-            seed = f"{point.workload}/{point.clients}/{number}"
-            rounds[arm].append(await bench.loop(arm, point, seconds, seed))
-        if number >= min(2, args.pairs - 1):
-            ratio = ratio_of(pairs_of(rounds))
-    answers = [
-        {(number, key): text for number, run in enumerate(runs) for key, text in run.texts.items()}
-        for runs in rounds.values()
-    ]
-    pairs = [(answers[0][key], answers[-1][key]) for key in answers[0].keys() & answers[-1].keys()]
-    pairs = [(one[: len(other)], other[: len(one)]) for one, other in pairs if one and other]
+async def compare(bench: Bench, point: Point, precision: float) -> dict[str, Any]:
+    """One point: turns in one running loop, on and off, each first equally often."""
+    args, seed = bench.args, f"{point.workload}/{point.clients}"
+    await bench.server.switch("on")
+    async with bench.loop(point, seed, "on") as run:
+        await bench.turn(run, "on", args.settle)
+        before, known = await bench.counters(), len(bench.server.turns())
+        began, turns, pairs = (
+            time.perf_counter(),
+            list[dict[str, Any]](),
+            list[tuple[float, float]](),
+        )
+        while time.perf_counter() - began < args.seconds and len(run.errors) < 8:
+            for arm in ("off", "on", "on", "off") * (_OFTEN // 2):
+                await bench.turn(run, arm, args.turn)
+            await bench.server.switch("off")  # ends the last turn
+            turns = bench.server.turns()[known + 1 :]
+            pairs = pairs_of(turns)
+            if len(pairs) >= _LEAST and ratio_of_turns(pairs).noise <= precision:
+                break
+        after = await bench.counters()
+    if len(pairs) < 2:
+        raise RuntimeError(f"too few turns had steps, see --turn; errors: {run.errors}")
     return {
         **point._asdict(),
         "output_tokens": args.output_tokens,
         "temperature": 0,
-        **{arm: summary(runs) for arm, runs in rounds.items()},
-        "speedup": ratio._asdict(),
-        "compared": len(pairs),
-        "equal": sum(one == other for one, other in pairs) / max(len(pairs), 1),
+        "turn_s": args.turn,
+        "pairs": len(pairs),
+        **{arm: _of_arm(arm, turns, run) for arm in ARMS},
+        "loop": summary({key: value - before.get(key, 0.0) for key, value in after.items()}),
+        "errors": run.errors[:3],
+        "speedup": ratio_of_turns(pairs)._asdict(),
+        **await _compared(bench, point, seed, run),
     }
+
+
+async def _compared(bench: Bench, point: Point, seed: str, run: Run) -> dict[str, Any]:
+    """The last answers of a loop beside those without drafts, as far as both came."""
+    await bench.server.switch("off")
+    whole = [number for number, text in sorted(run.texts.items()) if text]
+    chosen = whole[-point.clients - _AGAIN :][:_AGAIN]
+    asked = bench.asked(point)
+    plain = await again(bench.session, bench.server.url, asked, seed, chosen)
+    pairs = [(run.texts[number], plain[number]) for number in chosen if plain[number]]
+    equal = sum(one[: len(other)] == other[: len(one)] for one, other in pairs)
+    return {"compared": len(pairs), "equal": equal / max(len(pairs), 1)}
+
+
+def pairs_of(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """The speeds of neighbouring turns, off and on: expected seconds per second. Where any step
+    verified, the arms' steps are not the same, so there it is tokens per second, which also depends
+    on how many prompts fall into a turn."""
+    drafted = any(each["verify_steps"] for each in turns)
+    found: list[tuple[float, float]] = []
+    for two in batched(turns, 2):
+        work = {each["arm"]: each["tokens" if drafted else "expected_s"] for each in two}
+        if len(work) == 2 and all(work.values()):
+            speeds = {each["arm"]: work[each["arm"]] / each["seconds"] for each in two}
+            found.append((speeds["off"], speeds["on"]))
+    return found
 
 
 async def overloaded(bench: Bench, point: Point, args: argparse.Namespace) -> dict[str, Any]:
     """Goodput on and off in turns, with the same requests at the same times in each pair."""
-    run = await bench.loop("off", point, 2 * args.seconds, "capacity")
-    if not rate([run]):
-        raise RuntimeError(f"nothing was generated: {run.errors}")
-    requests = args.load * rate([run]) / args.output_tokens
+    await bench.server.switch("off")
+    async with bench.loop(point, "capacity", "off") as run:
+        await bench.turn(run, "off", args.settle)
+        await bench.turn(run, "off", args.arrivals)
+        await bench.server.switch("off")
+        await asyncio.sleep(0.05)
+        measured = bench.server.turns()[-1]
+    requests = args.load * measured["tokens"] / measured["seconds"] / args.output_tokens
     found: dict[str, list[float]] = {arm: [] for arm in ARMS}
     ratio = None
-    while ratio is None or (ratio.noise > args.precision and len(found["on"]) < args.pairs):
+    while ratio is None or (ratio.noise > 0.01 and len(found["on"]) < args.pairs):
         number = len(found["on"])
         for arm in list(ARMS)[:: 1 if number % 2 == 0 else -1]:
             seed = f"{point.workload}/overload/{number}"
@@ -106,51 +159,41 @@ async def overloaded(bench: Bench, point: Point, args: argparse.Namespace) -> di
     return result
 
 
-def pairs_of(rounds: dict[str, list[Run]]) -> list[tuple[float, float]]:
-    """Tokens per second of the two servers, pair by pair."""
-    off, on = ([max(rate([run]), 1e-9) for run in rounds[arm]] for arm in ("off", "on"))
-    return list(zip(off, on, strict=True))
+def _of_arm(arm: str, turns: list[dict[str, Any]], run: Run) -> dict[str, Any]:
+    own = [each for each in turns if each["arm"] == arm]
+    seconds = sum(each["seconds"] for each in own)
+    return {
+        "output_tok_per_s": round(sum(each["tokens"] for each in own) / seconds, 1),
+        "counted_s": round(seconds, 2),
+        "verify_steps": sum(each["verify_steps"] for each in own),
+        "step_ms": round(1e3 * seconds / sum(each["steps"] for each in own), 3),
+        "ttft_ms": _percentiles(run.ttft[arm]),
+        "event_gap_ms": _percentiles(run.gaps[arm]),
+    }
 
 
-def rate(runs: list[Run]) -> float:
-    """Generated tokens per second, of the round in the middle."""
-    return median(total(run, "vllm:generation_tokens_total") / run.seconds for run in runs)
+def summary(found: dict[str, float]) -> dict[str, Any]:
+    """What the server counted in a loop."""
 
-
-def total(run: Run, name: str, label: str = "") -> float:
-    """The sum of a counter's samples whose labels contain a text."""
-    return sum(
-        value
-        for key, value in run.counters.items()
-        if key.partition("{")[0] == name and label in key
-    )
-
-
-def summary(runs: list[Run]) -> dict[str, Any]:
-    def of_all(name: str, label: str = "") -> float:
-        return sum(total(run, name, label) for run in runs)
+    def total(name: str, label: str = "") -> float:
+        return sum(
+            value for key, value in found.items() if key.partition("{")[0] == name and label in key
+        )
 
     prefix = "vllm:spec_decode_num_"
-    rows, drafts = of_all(f"{prefix}drafts_total"), of_all(f"{prefix}draft_tokens_total")
-    accepted = of_all(f"{prefix}accepted_tokens_total")
-    places = range(7)
+    rows, drafts = total(f"{prefix}drafts_total"), total(f"{prefix}draft_tokens_total")
+    accepted = total(f"{prefix}accepted_tokens_total")
     per_place = [
-        of_all(f"{prefix}accepted_tokens_per_pos_total", f'position="{n}"') for n in places
+        total(f"{prefix}accepted_tokens_per_pos_total", f'position="{n}"') for n in range(7)
     ]
-    steps = {kind: of_all("jaxserve_step_seconds_count", f'kind="{kind}"') for kind in STEPS}
     return {
-        "output_tok_per_s": round(rate(runs), 1),
-        "rounds_tok_per_s": [round(rate([run]), 1) for run in runs],
-        "ttft_ms": _percentiles([each for run in runs for each in run.ttft]),
-        "event_gap_ms": _percentiles([each for run in runs for each in run.gaps]),
-        "steps": steps,
-        "late_steps": of_all("jaxserve_late_steps_total"),
+        "steps": {kind: total("jaxserve_step_seconds_count", f'kind="{kind}"') for kind in STEPS},
+        "late_steps": total("jaxserve_late_steps_total"),
         "draft_rows": rows,
         "accepted_per_draft_row": round(accepted / rows, 3) if rows else 0.0,
         "accepted_share": round(accepted / drafts, 3) if drafts else 0.0,
         "accepted_share_per_position": [round(n / rows, 3) for n in per_place] if rows else [],
-        "errors": [error for run in runs for error in run.errors][:3],
-        "compiles_while_serving": of_all("jaxserve_compiles_total", 'phase="serving"'),
+        "compiles_while_serving": total("jaxserve_compiles_total", 'phase="serving"'),
     }
 
 
@@ -165,12 +208,12 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def line(point: dict[str, Any]) -> str:
-    off, on = point["off"], point["on"]
+    off, on, loop = point["off"], point["on"], point["loop"]
     return (
         f"{point['workload']:16} {point['clients']:4} clients: {off['output_tok_per_s']:8.0f} -> "
-        f"{on['output_tok_per_s']:8.0f} tok/s, {point['speedup']['median']:.3f} times "
-        f"({point['speedup']['low']:.3f} to {point['speedup']['high']:.3f}); "
-        f"{on['accepted_per_draft_row']:.2f} accepted a row of {on['draft_rows']:.0f}; "
+        f"{on['output_tok_per_s']:8.0f} tok/s, {point['speedup']['median']:.4f} times "
+        f"({point['speedup']['low']:.4f} to {point['speedup']['high']:.4f}, {point['pairs']} pairs)"
+        f"; {loop['accepted_per_draft_row']:.2f} accepted a row of {loop['draft_rows']:.0f}; "
         f"{point['equal']:.1%} of {point['compared']} equal"
-        f"{'; ERRORS ' + on['errors'][0] if on['errors'] else ''}"
+        f"{'; ERRORS ' + point['errors'][0] if point['errors'] else ''}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -40,14 +41,18 @@ class Server:
         raise RuntimeError(f"the server did not become ready:\n{self._text()[-4000:]}")
 
     async def switch(self, arm: str) -> None:
-        """Off or on, while nothing runs."""
-        told = self._text().count("drafts are ")
+        """Begin a turn, off or on, and wait until the server has understood."""
+        told = self._text().count("drafts are to be ")
         self._process.send_signal(ARMS[arm])
         for _ in range(500):
-            if self._text().count("drafts are ") > told:
+            if self._text().count("drafts are to be ") > told:
                 return
             await asyncio.sleep(0.01)
         raise RuntimeError(f"the server is not to be switched:\n{self._text()[-4000:]}")
+
+    def turns(self) -> list[dict[str, Any]]:
+        """All turns that have ended, see `switched_server.py`."""
+        return [json.loads(found) for found in re.findall(r"^turn (.*)$", self._text(), re.M)]
 
     def _text(self) -> str:
         self._log.seek(0)

@@ -2,43 +2,120 @@
 
     python scripts/switched_server.py --model FOLDER --speculative-config '{"method": "ngram"}'
 
-SIGUSR1: drafts are off, and the scheduler plans what a server without drafts plans. SIGUSR2: they
-are on. Send them while no request runs. A line on standard output says that it was done. Weights of
-`--load-format dummy` are those of `chain_weights.py`. Step times go to the file that the variable
-STEP_TIMES names, as `jaxserve.step_times` reads it.
+SIGUSR1: drafts are off, and once those in flight have come back the scheduler plans what a server
+without drafts plans. SIGUSR2: they are on. Send them at any time; a line on standard output says
+that it was understood. Each begins a turn, also if nothing changes. When a turn ends, another line
+says what its steps yielded from `SETTLED` seconds after its beginning on, from the end of one step
+to that of another:
+
+    turn {"arm": "on", "seconds": 0.29, "expected_s": 0.27, "tokens": 3700, "steps": 81,
+     "verify_steps": 0}
+
+`expected_s` is what such steps should take by the times measured at the start, of those that do not
+verify.
+
+Weights of `--load-format dummy` are those of `chain_weights.py`. Step times go to the file that the
+variable STEP_TIMES names, as `jaxserve.step_times` reads it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jaxserve.scheduler
 from jaxserve import __main__ as server
+from jaxserve.api import TokenEvent
 from jaxserve.commands import serve
+from jaxserve.plan import Sampled, StepPlan
+from jaxserve.step_times import StepTimes
 
-_schedulers: list[tuple[Any, Any]] = []
-"""Each with what plans its verify rows."""
+SETTLED = 0.1
+"""Seconds at the beginning of a turn that are not counted."""
+
+
+class _Turn:
+    """What the steps of a turn yield."""
+
+    def __init__(self, number: int, *, on: bool):
+        self.number, self.on = number, on
+        self._counts_from = time.perf_counter() + SETTLED
+        self._first = self._last = 0.0
+        self._expected = 0.0
+        self._tokens = self._steps = self._verify_steps = 0
+
+    def step_ended(self, plan: StepPlan, tokens: int, times: StepTimes | None) -> None:
+        """Count a step."""
+        now = time.perf_counter()
+        if self._first:
+            self._last = now
+            self._tokens += tokens
+            self._steps += 1
+            self._verify_steps += plan.verify
+            if times is not None and not plan.verify:
+                self._expected += times.of(plan)
+        elif now >= self._counts_from:
+            self._first = now
+
+    def end(self) -> None:
+        """Write the line, if any step was counted."""
+        if self._steps:
+            found = {
+                "arm": "on" if self.on else "off",
+                "seconds": self._last - self._first,
+                "expected_s": self._expected,
+                "tokens": self._tokens,
+                "steps": self._steps,
+                "verify_steps": self._verify_steps,
+            }
+            os.write(1, f"turn {json.dumps(found)}\n".encode())
+
+
+_asked = [0, True]
+"""The number of signals that came, and whether drafts are to be on."""
 
 
 class Switched(jaxserve.scheduler.Scheduler):
     """A scheduler that can be told not to verify."""
 
     def __init__(self, *args: Any, **kwargs: Any):
+        verification = kwargs.get("verification")
+        if verification is not None:
+            propose = verification.proposer
+            kwargs["verification"] = dataclasses.replace(
+                verification, proposer=lambda found: propose(found) if self._turn.on else {}
+            )
         super().__init__(*args, **kwargs)
-        _schedulers.append((self, self._verify))
+        self._drafting, self._turn = self._verify, _Turn(0, on=True)
         if (file := os.environ.get("STEP_TIMES")) and (times := kwargs.get("times")):
             times.save(Path(file))
+
+    def plan(self) -> StepPlan | None:
+        if self._turn.number != _asked[0]:
+            self._turn.end()
+            self._turn = _Turn(_asked[0], on=bool(_asked[1]))
+            self._verify = self._drafting
+        if not self._turn.on and self._verify is not None and not self._verify.in_flight:
+            self._verify = None
+        return super().plan()
+
+    def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
+        events = super().commit(plan, sampled)
+        self._turn.step_ended(plan, len(events), self._times)
+        return events
 
 
 def _switch(number: int, _: object) -> None:
     on = number == signal.SIGUSR2
-    for scheduler, verify in _schedulers:
-        scheduler._verify = verify if on else None
-    os.write(1, b"drafts are on\n" if on else b"drafts are off\n")
+    _asked[:] = [_asked[0] + 1, on]
+    os.write(1, b"drafts are to be on\n" if on else b"drafts are to be off\n")
 
 
 def _prepare(gpu_memory_utilization: float, prepare: Any = serve.prepare) -> None:

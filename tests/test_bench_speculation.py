@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.step_times import StepTimes
 from jaxserve_checkpoints.resolve import embedded_model
-from scripts.paired import ratio_of
+from scripts.paired import ratio_of, ratio_of_turns
 from tests.e2e import family_models
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +41,50 @@ def test_noise_that_both_arms_share_drops_out_of_pairs() -> None:
     draw = Random(1)
     found = [(speed, 1.02 * speed) for speed in (draw.uniform(0.8, 1.2) for _ in range(6))]
     assert ratio_of(found).median == pytest.approx(1.02) and ratio_of(found).noise < 1e-9
+
+
+def turns(draw: Random, pairs: int, ratio: float) -> list[tuple[float, float]]:
+    """Speeds that drift, with some noise."""
+    found: list[tuple[float, float]] = []
+    for number in range(pairs):
+        speed = 100.0 * (1 + number / pairs)
+        off, on = (each * speed * draw.lognormvariate(0, 0.01) for each in (1.0, ratio))
+        found.append((off, on))
+    return found
+
+
+def test_many_short_turns_tell_a_small_difference_from_none() -> None:
+    for ratio in (0.98, 1.0, 4.0):
+        found = ratio_of_turns(turns(Random(2), 60, ratio))
+        assert found.low <= ratio <= found.high and found.noise < 0.005
+
+
+def test_the_interval_of_turns_holds_the_ratio_as_often_as_it_says() -> None:
+    draw, tries = Random(3), 300
+    found = [ratio_of_turns(turns(draw, 20, 0.99)) for _ in range(tries)]
+    assert abs(sum(each.low <= 0.99 <= each.high for each in found) / tries - 0.95) < 0.03
+
+
+def test_one_odd_turn_changes_little() -> None:
+    pairs = turns(Random(4), 40, 1.0)
+    pairs[7] = (pairs[7][0], 1.0)
+    assert ratio_of_turns(pairs).median == pytest.approx(1.0, abs=0.02)
+
+
+TURNS = """
+import sys
+sys.path.insert(0, "scripts")
+from speculation_points import pairs_of
+def turn(arm, seconds, verify):
+    return {"arm": arm, "seconds": seconds, "expected_s": 0.2, "tokens": 30, "verify_steps": verify}
+assert pairs_of([turn("off", 0.4, 0), turn("on", 0.5, 0)]) == [(0.5, 0.4)]
+assert pairs_of([turn("on", 0.5, 1), turn("off", 0.4, 0)]) == [(75.0, 60.0)]
+assert not pairs_of([turn("on", 0.5, 0), turn("on", 0.4, 0), turn("off", 0.4, 0)])
+"""
+
+
+def test_speed_is_of_expected_seconds_where_nothing_was_verified() -> None:
+    subprocess.run([sys.executable, "-c", TURNS], cwd=ROOT, check=True)
 
 
 MADE = """
@@ -112,9 +156,20 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
     flags = "--decode-buckets 8 --prefill-buckets 128 --max-model-len 256"
     heads = "--decode-buckets 1 --prefill-buckets 128 --max-model-len 128 --max-num-seqs 1"
     command = [sys.executable, "scripts/bench_speculation.py", "--model", str(embedded_model())]
-    command += ["--parts", "copies,fresh,overload,mtp", "--clients", "1,4", "--seconds", "2"]
+    command += ["--parts", "copies,fresh,overload,mtp", "--clients", "1,4", "--seconds", "6"]
     command += ["--prompt-tokens", "96", "--output-tokens", "32", "--out", str(out)]
-    command += ["--ttft", "20", "--tpot", "2", "--flags", flags, "--mtp-model", str(hybrid)]
+    command += [
+        "--turn",
+        "1.5",
+        "--ttft",
+        "20",
+        "--tpot",
+        "2",
+        "--flags",
+        flags,
+        "--mtp-model",
+        str(hybrid),
+    ]
     command += ["--head-flags", heads + """ --speculative-config '{"num_speculative_tokens": 3}'"""]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1200)
     result = json.loads(out.read_text())
@@ -126,11 +181,11 @@ def test_one_command_measures_everything(tmp_path: Path) -> None:
     ]
     for point in result["points"]:
         assert point["speedup"]["low"] <= point["speedup"]["median"] <= point["speedup"]["high"]
-        assert point["equal"] == 1.0 and point["compared"] > 0
-        assert not point["on"]["errors"] and not point["on"]["compiles_while_serving"]
-        assert not point["off"]["steps"]["verify"] and not point["off"]["draft_rows"]
+        assert point["equal"] == 1.0 and point["compared"] > 0 and point["pairs"] >= 2
+        assert not point["errors"] and not point["loop"]["compiles_while_serving"]
+        assert not point["off"]["verify_steps"]
         if point["workload"] != "made-fresh" and point["clients"] == 1:
-            assert point["on"]["steps"]["verify"] and point["on"]["accepted_per_draft_row"] > 2
+            assert point["on"]["verify_steps"] and point["loop"]["accepted_per_draft_row"] > 2
     assert [each["workload"] for each in result["overload"]] == ["made-fresh", "made-edit"]
     assert all(each["ratio"] is not None for each in result["overload"])
     file = tmp_path / "step_times.json"

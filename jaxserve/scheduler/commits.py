@@ -127,5 +127,7 @@ class Commits(LiveSequences):
             self._vacate(seq)
             self._waiting.push(seq)
         self._kv_cache.failed()
+        if self._verify is not None:
+            self._verify.failed()
         found, self._uncommitted = self._uncommitted, []
         return found + [TokenEvent(seq.request_id, None, FinishReason.ERROR) for seq in failed]

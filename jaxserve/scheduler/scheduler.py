@@ -153,7 +153,7 @@ class Scheduler(Commits):
         admissions: list[Admission] = []
         self._kv_cache.begin_plan()
         prefilling, decodes = self._plan_decodes(rows, entries)
-        verify = self._verify is not None and any(row.verify is not None for row in rows)
+        verify = self._verify is not None and self._verify.verifies
         if not verify:
             self._plan_prefills(prefilling, decodes, rows, entries, admissions)
         if self.host is not None and len(self._waiting):
@@ -203,7 +203,7 @@ class Scheduler(Commits):
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
         growing: list[Sequence] = []
-        ending, guided, windows = False, 0, bool(self._kv_cache.windows)
+        ending, guided, guides, windows = False, 0, False, bool(self._kv_cache.windows)
         for seq in self._running.values():
             start = seq.computed
             if start < seq.prefill_end:
@@ -214,6 +214,7 @@ class Scheduler(Commits):
                 ending = True  # its last token is in flight
             else:
                 if seq.guide is not None:
+                    guides = True
                     guided += seq.guide.following is None
                     if seq.guided_to_wait:
                         continue  # its mask is computed
@@ -233,7 +234,7 @@ class Scheduler(Commits):
                     self._kv_cache.row_planned(seq)
         else:
             chunks = bool(prefilling) or self._may_admit
-            rows.extend(self._verify.rows(decoding, entries, chunks=chunks))
+            rows.extend(self._verify.rows(decoding, entries, chunks=chunks, guided=guides))
         return prefilling, Decodes(len(rows), sum(row.start for row in rows), guided)
 
     @property

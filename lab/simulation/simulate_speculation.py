@@ -38,8 +38,7 @@ from lab.simulation.text_device import Text, goodput, serve
 
 MEASUREMENTS = Path(__file__).parents[1] / "measurements"
 TIMES = MEASUREMENTS / "step_times_verify_h200.json"
-"""Qwen3-4B on an H200: decode steps as measured, verify steps by arithmetic until a card's table
-takes its place (`scripts/bench_speculation.py`)."""
+"""Of Qwen3-4B on an H200, by the start of the server of `scripts/bench_speculation.py`."""
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SLOTS = (8, 32, 64, 256)
 LOADS = (0.9, 1.5, 3.0)

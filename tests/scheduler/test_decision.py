@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -25,11 +26,11 @@ from lab.simulation.simulate_speculation import (
     misleading,
     texts,
 )
-from lab.simulation.text_device import goodput, serve
+from lab.simulation.text_device import Text, goodput, serve
 
 MS = 1e-3
 TIMES = StepTimes.load(Path(__file__).parents[2] / "lab/measurements/step_times_verify_h200.json")
-"""About those of Qwen3-4B on an H200: decode steps as measured, verify steps as expected."""
+"""Those of Qwen3-4B on an H200, as measured when a server started."""
 CLIENTS = (1, 2, 8, 16, 32, 64, 256)
 TEXTS, SPREAD = texts(), texts(0.5)
 
@@ -70,23 +71,39 @@ def test_times_that_the_start_measured_wrongly_are_corrected() -> None:
     assert drafted.rate >= 0.99 * plain.rate
 
 
-def test_looking_up_rests_where_many_rows_have_far_too_few_drafts() -> None:
-    """It costs the host microseconds a row: with nothing to find it must not cost them often."""
-    asked: dict[str, int] = {}
-    for name, text in (("fresh", fresh), ("edits", TEXTS["edits"])):
-        lookup, calls = Lookup(drafts=7), list[int]()
+def rows_asked(
+    text: Callable[[Random], Text], clients: int, times: StepTimes = TIMES
+) -> tuple[list[int], int]:
+    """Of how many rows drafts were looked up each time, and the verify steps."""
+    lookup, asked = Lookup(drafts=7), list[int]()
 
-        def propose(
-            sequences: list[Sequence], lookup: Lookup = lookup, calls: list[int] = calls
-        ) -> Mapping[int, Proposal]:
-            calls.append(len(sequences))
-            return lookup(sequences)
+    def propose(sequences: list[Sequence]) -> Mapping[int, Proposal]:
+        asked.append(len(sequences))
+        return lookup(sequences)
 
-        verification = Verification(proposer=propose, buckets=GPU_VERIFY)
-        served = serve(text, TIMES, verification, clients=32, steps=400)
-        asked[name] = len(calls)
-        assert (served.verify_steps > 20) == (name == "edits")
-    assert 0 < 2 * asked["fresh"] < asked["edits"], asked
+    verification = Verification(proposer=propose, buckets=GPU_VERIFY)
+    return asked, serve(text, times, verification, clients=clients, steps=400).verify_steps
+
+
+@pytest.mark.parametrize("clients", [32, 64, 128])
+def test_of_many_rows_few_are_read_where_those_have_far_too_few_drafts(clients: int) -> None:
+    """Looking up costs the host microseconds a row: with nothing to find not even tokens of the
+    other rows are read."""
+    asked, verify_steps = rows_asked(fresh, clients)
+    assert 0 < sum(asked) < 400 and max(asked) <= 10 and not verify_steps
+
+
+def test_of_many_rows_all_are_read_where_a_few_have_enough_drafts() -> None:
+    asked, verify_steps = rows_asked(TEXTS["edits"], 32)
+    assert sum(asked) > 1000 and max(asked) > 20 and verify_steps > 20
+
+
+def test_nothing_is_read_where_no_number_of_drafts_would_pay() -> None:
+    """Twice the time for at most twice the tokens, and no bucket for so many rows."""
+    time = VerifyTime(2.1 * TIMES.decode[64], 2.1 * TIMES.decode_context)
+    slow = replace(TIMES, verify={(64, 2): time})
+    assert rows_asked(TEXTS["edits"], 40, slow) == ([], 0)
+    assert rows_asked(TEXTS["edits"], 256) == ([], 0)
 
 
 def at_overload(name: str, verification: Verification | None, *, slots: int) -> float:
@@ -118,7 +135,8 @@ def test_as_many_positions_as_pay_are_computed() -> None:
     sure, unsure = [0.98**n for n in range(1, 8)], [0.5**n for n in range(1, 8)]
     assert decision().choose(1, 500, [sure], unsettled=0) == 8
     assert decision().choose(32, 500, [sure] * 32, unsettled=0) == 4
-    assert decision().choose(64, 500, [unsure] * 64, unsettled=0) == 2
+    assert decision().choose(64, 500, [sure] * 64, unsettled=0) == 2
+    assert decision().choose(64, 500, [unsure] * 64, unsettled=0) == 0, "half of them is too few"
     assert decision().choose(256, 500, [sure] * 256, unsettled=0) == 0, "no bucket holds them"
     assert decision().choose(64, 500, [unsure] * 3, unsettled=0) == 0, "61 rows would wait"
     assert decision().choose(1, 500, [], unsettled=0) == 0
@@ -148,7 +166,7 @@ def test_what_is_never_accepted_is_not_trusted_for_long() -> None:
     for _ in range(40):
         chosen.append(found.choose(8, 500, [[0.9, 0.8, 0.7]] * 8, unsettled=0))
         found.observe(0)
-    assert chosen[0] > 1 and chosen[-1] == 0 and found.trust < 0.2
+    assert chosen[0] > 1 and chosen[-1] == 0 and found.trust < 0.3
     for _ in range(300):
         found.choose(8, 500, [], unsettled=0)
     assert found.choose(8, 500, [[0.9, 0.8, 0.7]] * 8, unsettled=0) > 1, "it is tried again"
@@ -159,7 +177,7 @@ def test_the_study_says_what_it_simulated(tmp_path: Path) -> None:
     asked = "--texts edits,fresh --clients 2 --slots 2 --loads 1.5 --steps 60 --seconds 1 --seeds 2"
     main([*asked.split(), "--output", str(out)])
     result = json.loads(out.read_text())
-    assert result["simulated"] and "expected by arithmetic" in result["note"]
+    assert result["simulated"] and result["step_times"] == "step_times_verify_h200.json"
     loops = {each["text"]: each for each in result["closed_loops"]}
     assert loops["edits"]["low"] > 1.5 and loops["edits"]["verify_steps"] > 0
     assert loops["fresh"]["ratio"] == 1.0 and loops["fresh"]["verify_steps"] == 0
@@ -192,14 +210,14 @@ def with_head(clients: int, accepted: float, steps: int) -> float:
     return drafted.rate / plain.rate
 
 
-@pytest.mark.parametrize(("clients", "least"), [(1, 3.0), (8, 1.8), (16, 1.4)])
+@pytest.mark.parametrize(("clients", "least"), [(1, 2.8), (8, 1.8), (16, 1.4)])
 def test_a_good_head_is_used_although_its_first_rows_have_no_drafts(
     clients: int, least: float
 ) -> None:
     assert with_head(clients, accepted=0.85, steps=400) > least
 
 
-@pytest.mark.parametrize(("clients", "accepted", "steps"), [(1, 0.0, 4000), (8, 0.3, 1000)])
+@pytest.mark.parametrize(("clients", "accepted", "steps"), [(1, 0.0, 6000), (8, 0.3, 1000)])
 def test_that_a_head_is_mostly_wrong_is_learned_once(
     clients: int, accepted: float, steps: int
 ) -> None:

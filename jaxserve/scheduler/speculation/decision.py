@@ -93,12 +93,20 @@ class Decision:
         return best
 
     def least_drafts(self, rows: int, context: int) -> float:
-        """Returns how many accepted drafts a step of so many rows must expect, to be worth more
-        than decode rows; infinite if no bucket holds them."""
-        plain = self._times.of_decode(rows, context)
-        times = (self._times.of_verify(rows, each, context) for each in self._positions)
-        best = min((seconds for seconds in times if seconds is not None), default=math.inf)
-        return rows * ((1 + _MARGIN) * best / plain - 1)
+        """Returns how many accepted drafts a step of so many rows must expect at least, to be worth
+        more than decode rows; infinite if no bucket could yield as many."""
+        plain, least = self._times.of_decode(rows, context), math.inf
+        for positions in self._positions:
+            seconds = self._times.of_verify(rows, positions, context)
+            if seconds is None:
+                continue
+            needed = rows * ((1 + _MARGIN) * seconds / plain - 1)
+            drafted = math.ceil(max(needed, 0.0) / max(positions - 1, 1))
+            after = self._settling(rows, context, drafted)
+            needed = rows * ((1 + _MARGIN) * (seconds + after) / plain - 1)
+            if needed < min(least, rows * (positions - 1)):
+                least = needed
+        return least
 
     def settles(self, rows: int, context: int, unsettled: int) -> bool:
         """Returns whether a step of single positions comes before one with chunks, in which

@@ -82,7 +82,8 @@ class SuffixIndex:
             self.length += 1
         else:
             self.length = 0
-            self._search(end, last)
+            if last:
+                self._search(end, last)
 
     def following(self, count: int) -> list[int]:
         """Returns the `count` tokens that followed the occurrence; as they overlap with the text's
