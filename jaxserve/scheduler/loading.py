@@ -114,9 +114,7 @@ class Loads:
             load = found if isinstance(found, Load) else self._begin(seq, found)
             load.waiting.append(seq)
 
-    def _look(
-        self, seq: Sequence, cached: int, prefill_rate: float | None
-    ) -> Load | _Found | None:
+    def _look(self, seq: Sequence, cached: int, prefill_rate: float | None) -> Load | _Found | None:
         """Returns the load that brings pages of the sequence, or what to load for it. None: nothing
         that pays and fits. As `begin`."""
         count = self._kv_cache.reachable(seq, self._has)
