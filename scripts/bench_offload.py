@@ -6,8 +6,9 @@ Flags after `--` are the server's. In one run, with one engine in this process:
 
 - ttft: milliseconds from a request to its first token, median of `--repeats`: cold, on a hit on the
   device, of what only the host has, and of what only the disk has
-- streams: output tokens per second of decoding sequences, alone, beside constant restores, and
-  beside as many requests that hit the device
+- streams: output tokens per second of decoding sequences, alone, beside constant restores, beside
+  as many requests that hit the device, and beside `--restores-per-second`: how fast pages may come
+  back while the sequences keep 97 % of their rate
 - chats: `--chats` conversations in turn, of which the device holds `--held`, with the tier and with
   its loads turned off: seconds, and milliseconds to the first token
 
@@ -25,6 +26,7 @@ written when it is over; --parts names those to run. What all prompts leave on d
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import statistics
@@ -117,9 +119,12 @@ class Rate(NamedTuple):
             "tokens per second": round(self.tokens, 1),
             "share": round(share, 4),
             "requests per second": round(len(self.ended) / self.seconds, 2),
+            "GB per second to the device": round(self.loaded / self.seconds / 1e9, 2),
             "ms lost per request": round((1 - share) * self.seconds / count * 1e3, 2),
             "engine, ms per turn": round(self.work.seconds / turns * 1e3, 3),
+            "of these to plan": round(self.work.planning / turns * 1e3, 3),
             "before the step, ms per turn": round(self.work.before_step / turns * 1e3, 3),
+            "late steps per request": round(self.work.late / count, 2),
             "turns per request": round(turns / count, 1),
             "turns with moves per request": round(self.work.launches / count, 1),
             "pages restored per request": round(self.work.restored / count, 1),
@@ -133,9 +138,9 @@ class Streams:
     def __init__(self, bench: Bench, rows: int, most: int, seconds: float):
         self.bench, self.rows, self.most, self.seconds = bench, rows, most, seconds
 
-    def rate(self, prompts: Sequence[tuple[int, ...]] = (), every: float = 0.0) -> Rate:
-        """Returns the rate beside requests for `prompts` in turn: one after another, and each
-        `every` seconds at most."""
+    def rate(self, prompts: Iterator[tuple[int, ...]] | None = None, every: float = 0.0) -> Rate:
+        """Returns the rate beside requests for `prompts`: one after another, and each `every`
+        seconds at most."""
         bench, begun = self.bench, list[str]()
         live = {bench.add(bench.prompt(64), self.most) for _ in range(self.rows)}
         bench.until(lambda: live <= bench.firsts.keys())
@@ -144,7 +149,7 @@ class Streams:
         while (now := time.perf_counter()) < began + self.seconds:
             due = now >= began + len(begun) * every
             if prompts and due and (not begun or begun[-1] not in bench.running):
-                begun.append(bench.add(prompts[len(begun) % len(prompts)], 1))
+                begun.append(bench.add(next(prompts), 1))
             for name in live - bench.running:  # as many as at the start
                 live.remove(name)
                 live.add(bench.add(bench.prompt(64), self.most))
@@ -156,14 +161,17 @@ class Streams:
             bench.scheduler.abort(name)
             bench.running.discard(name)
         bench.settle()
+        print(f"streams beside {len(ended) / took:.2f} requests: {tokens:.1f} tokens", flush=True)
         return Rate(tokens, ended, moved, work, took)
 
 
-def streams(bench: Bench, rows: int, length: int, seconds: float) -> dict[str, Any]:
+def streams(
+    bench: Bench, rows: int, length: int, seconds: float, rates: Sequence[float]
+) -> Iterator[dict[str, Any]]:
     """Output tokens per second of `rows` sequences: alone; beside prompts in turn of which the
-    device cannot hold all, so that each finds that others have displaced it; and beside as many
-    that the device has, which compute their last page as well. What restores cost beyond those is
-    the tier's."""
+    device cannot hold all, so that each finds that others have displaced it, one after another and
+    then so many per second; and beside as many that the device has, which compute their last page
+    as well. What restores cost beyond those is the tier's. Yields what there is so far."""
     if rows >= bench.slots:
         rows = bench.slots - 1
         print(f"streams: {rows} rows, so that one of {bench.slots} sequences is left", flush=True)
@@ -175,33 +183,63 @@ def streams(bench: Bench, rows: int, length: int, seconds: float) -> dict[str, A
     most = (bench.cache_tokens - 2 * length) // rows - 64 - 64
     most = max(min(bench.scheduler.max_model_len - 80, most), 8)
     run = Streams(bench, rows, most, seconds)
-    alone, restoring = run.rate(), run.rate(prompts)
-    bench.first_token(prompts[0])
-    hitting = run.rate(prompts[:1], every=restoring.seconds / max(len(restoring.ended), 1))
-    came = [bench.found[name] for name in restoring.ended]
-    hit = [bench.found[name] for name in hitting.ended]
+    alone = run.rate()
     result: dict[str, Any] = {
         "rows": rows,
         "prompts in turn": f"{len(prompts)} of {length} tokens",
         "alone": round(alone.tokens, 1),
         "engine alone, ms per turn": round(alone.work.seconds / alone.work.turns * 1e3, 3),
-        "GB per second to the device": round(restoring.loaded / restoring.seconds / 1e9, 2),
     }
-    whole = sum(restored >= WHOLE * length for _, restored in came)
-    if whole and whole >= WHOLE * len(came):
-        result["beside restores"] = restoring.beside(alone.tokens)
-    else:
-        result["restores: hit instead"] = f"{whole} of {len(came)} requests came back from below"
-        if bench.host.decision is not None:
-            result["last decision"] = bench.host.decision._asdict()
+    in_turn = itertools.cycle(prompts)
+    restoring = run.rate(in_turn)
+    result["beside restores"] = beside_restores(bench, restoring, length, alone.tokens)
+    yield result
+    paced = result["beside so many restores per second"] = dict[str, Any]()
+    for each in rates:
+        rate = run.rate(in_turn, every=1 / each)
+        paced[f"{each:g}"] = beside_restores(bench, rate, length, alone.tokens)
+        yield result
+    points = [each for each in (*paced.values(), result["beside restores"]) if "share" in each]
+    result["restores per second, GB per second at 97 %"] = fastest(points)
+    bench.first_token(prompts[0])
+    every = restoring.seconds / max(len(restoring.ended), 1)
+    hitting = run.rate(itertools.repeat(prompts[0]), every)
+    hit = [bench.found[name] for name in hitting.ended]
     whole = sum(cached >= WHOLE * length and not restored for cached, restored in hit)
     if whole and whole >= WHOLE * len(hit):
         result["beside device hits"] = hitting.beside(alone.tokens)
-        if "beside restores" in result:
-            result["share beside device hits"] = round(restoring.tokens / hitting.tokens, 4)
+        result["share beside device hits"] = round(restoring.tokens / hitting.tokens, 4)
     else:
         result["device hits: hit instead"] = f"{whole} of {len(hit)} requests hit the device"
-    return result
+    yield result
+
+
+def beside_restores(bench: Bench, rate: Rate, length: int, alone: float) -> dict[str, Any]:
+    """Returns the figures of requests that came back from below, or what they hit instead."""
+    came = [bench.found[name] for name in rate.ended]
+    whole = sum(restored >= WHOLE * length for _, restored in came)
+    if whole and whole >= WHOLE * len(came):
+        return rate.beside(alone)
+    found: dict[str, Any] = {"hit instead": f"{whole} of {len(came)} requests came from below"}
+    if bench.host.decision is not None:
+        found["last decision"] = bench.host.decision._asdict()
+    return found
+
+
+def fastest(points: Sequence[dict[str, Any]], share: float = 0.97) -> tuple[float, float] | None:
+    """Returns restores and GB per second at which sequences keep `share` of their rate, on straight
+    lines between the points, from 1 at none; None if they keep more at every point."""
+    before = (0.0, 0.0, 1.0)
+    for point in sorted(points, key=lambda each: each["requests per second"]):
+        names = ("requests per second", "GB per second to the device", "share")
+        restores, gigabytes, kept = (point[name] for name in names)
+        if kept < share:
+            part = (before[2] - share) / (before[2] - kept)
+            now = (restores, gigabytes)
+            first, second = (a + part * (b - a) for a, b in zip(before[:2], now, strict=True))
+            return round(first, 2), round(second, 2)
+        before = (restores, gigabytes, kept)
+    return None
 
 
 def chats(bench: Bench, count: int, turns: int, length: int, *, tier: bool) -> dict[str, Any]:
@@ -237,6 +275,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--restores-per-second", default="1,2,4,8")
     parser.add_argument("--chats", type=int, default=50)
     parser.add_argument("--held", type=int, default=10)
     parser.add_argument("--turns", type=int, default=3)
@@ -258,8 +297,9 @@ def main() -> None:
         }
         for name, found in measured(bench, args, lengths):
             result[name] = found
-            print(name, json.dumps(found), flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for name in args.parts.split(","):
+            print(name, json.dumps(result["ttft_ms" if name == "ttft" else name]), flush=True)
         assert bench.parts.close is not None
         bench.parts.close()
 
@@ -272,7 +312,9 @@ def measured(
     if "ttft" in parts:
         yield "ttft_ms", ttft(bench, lengths, args.repeats)
     if "streams" in parts:
-        yield "streams", streams(bench, args.rows, lengths[-1], args.seconds)
+        rates = [float(rate) for rate in args.restores_per_second.split(",") if rate]
+        for figures in streams(bench, args.rows, lengths[-1], args.seconds, rates):
+            yield "streams", figures
     if "chats" in parts:
         tokens = max(64, bench.cache_tokens // args.held - 256)
         tokens = min(tokens, bench.scheduler.max_model_len - 64 * (args.turns + 1))

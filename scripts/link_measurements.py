@@ -32,7 +32,6 @@ import jax.numpy as jnp
 
 from jaxserve.offload.copier import CpuCopier, CudaCopier, PageCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
-from jaxserve.offload.lane import DEPTHS
 from jaxserve.offload.links import Direction
 from jaxserve.offload.slab import HostSlab
 from jaxserve_kernels.cuda_driver import check
@@ -80,7 +79,11 @@ class Bench:
 
     @contextlib.contextmanager
     def copier(
-        self, *, chunk: int = 8 * MIB, depths: tuple[int, int] = DEPTHS, verify: bool = False
+        self,
+        *,
+        chunk: int | None = None,
+        depths: tuple[int, int] | None = None,
+        verify: bool = False,
     ) -> Generator[tuple[PageCopier, threading.Event]]:
         woken = threading.Event()
         options: dict[str, Any] = {"wake": woken.set, "verify": verify, "chunk_bytes": chunk}

@@ -61,8 +61,12 @@ class Work(NamedTuple):
     turns: float
     seconds: float
     """In turns, without what waits for the device."""
+    planning: float
+    """Of these, until there is a plan."""
     before_step: float
-    """Of these, until the step is launched."""
+    """Until the step is launched."""
+    late: float
+    """Steps that were launched when the one before had ended."""
     launches: float
     """Turns that moved pages."""
     restored: float
@@ -105,7 +109,7 @@ class Bench:
         """Tokens cached and restored, by request."""
         self.tokens = 0
         self.running: set[str] = set()
-        self.work = Work(0, 0.0, 0.0, 0, 0, 0)
+        self.work = Work(*[0.0] * len(Work._fields))
         self.load_ms: float | None = None
         """Of the last load."""
         self._watch_loads()
@@ -138,6 +142,7 @@ class Bench:
         """As `StepLoop._advance`."""
         began = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = time.perf_counter() - began
         moves = self.move_pages()
         launched = None if plan is None else (plan, self.runner.launch(plan))
         before_step = time.perf_counter() - began
@@ -146,7 +151,9 @@ class Bench:
         restored, stored = (
             (sum(map(len, each)) for each in zip(*moves, strict=True)) if moves else (0, 0)
         )
-        more = Work(1, time.perf_counter() - began, before_step, bool(moves), restored, stored)
+        late = launched is not None and launched[1].late
+        seconds = time.perf_counter() - began
+        more = Work(1, seconds, planned, before_step, late, bool(moves), restored, stored)
         self.work = Work(*(sum(pair) for pair in zip(self.work, more, strict=True)))
         if self.in_flight is not None:
             before, pending = self.in_flight

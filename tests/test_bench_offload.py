@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench_offload import First, figure
+from scripts.bench_offload import First, fastest, figure
 
 TIERS = {
     "cold": (0, 0, 0, 0),
@@ -41,3 +41,17 @@ def test_what_the_policy_refused_is_said_beside_the_figure() -> None:
         "disk": 5.0,
         "disk: computed unless forced": "1 of 2, predicted: 9.0 ms",
     }
+
+
+def test_between_two_rates_the_share_falls_on_a_straight_line() -> None:
+    def point(rate: float, share: float) -> dict[str, float]:
+        return {
+            "requests per second": rate,
+            "GB per second to the device": 2 * rate,
+            "share": share,
+        }
+
+    points = [point(8.0, 0.95), point(2.0, 0.99), point(4.0, 0.98)]
+    assert fastest(points) == pytest.approx((16 / 3, 32 / 3), abs=0.01)
+    assert fastest(points[:1]) == pytest.approx((4.8, 9.6), abs=0.01)
+    assert fastest(points[1:]) is None, "more is kept at all of them"

@@ -17,12 +17,13 @@ from typing import NamedTuple, Protocol
 from jaxserve.offload.checksum import checksum
 from jaxserve.offload.counters import OffloadCounters
 from jaxserve.offload.cuda import CudaContext
-from jaxserve.offload.lane import DEPTHS, Chunk, Lane, Link
+from jaxserve.offload.lane import STORE_DEPTH, Chunk, Lane, Link, load_depth
 from jaxserve.offload.links import CpuLink, CudaLink, Direction
 from jaxserve.offload.slab import HostSlab
 
-CHUNK_BYTES = 8 << 20
-"""0.17 ms at 50 GB/s: so long a step's results may wait behind one chunk."""
+_CHUNK_BYTES = {Direction.STORE: 8 << 20, Direction.LOAD: 16 << 20}
+"""0.17 ms at 50 GB/s: so long a step's results may wait behind one chunk of a store. Nobody waits
+behind loads, and each chunk takes the interpreter from the engine's thread for a while."""
 
 _ALIGNMENT = 4096
 _CHECKERS = 4
@@ -145,7 +146,7 @@ class PageCopier:
         *,
         wake: Callable[[], None],
         verify: bool,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         depths: tuple[int, int],
         counters: OffloadCounters | None,
     ):
@@ -156,7 +157,7 @@ class PageCopier:
           links: for stores, and for loads. They are closed with the copier.
           wake: called in other threads when a copy has ended.
           verify: whether to compute and compare checksums.
-          chunk_bytes: the most that is copied in one piece.
+          chunk_bytes: the most that is copied in one piece; None: as each direction is used best.
           depths: chunks that are on their way at once, of stores and of loads.
           counters: to count in; None: new ones.
 
@@ -171,7 +172,8 @@ class PageCopier:
                     f"pages of {size} bytes in the ring, {slab.slot_bytes} on the host"
                 )
         self.counters = counters or OffloadCounters()
-        self._slab, self._wake, self._chunk_bytes = slab, wake, chunk_bytes
+        self._slab, self._wake = slab, wake
+        self._chunk_bytes = {each: chunk_bytes or size for each, size in _CHUNK_BYTES.items()}
         self._rings = {Direction.STORE: store_ring, Direction.LOAD: load_ring}
         self._ended: deque[_Ended] = deque()
         self._links = links
@@ -233,7 +235,7 @@ class PageCopier:
         chunks: list[Chunk] = []
         host = self._slab.address(job.host_slot)
         for ring, nbytes in self._rings[job.direction].parts(job.ring_slot):
-            for offset, size in pieces(nbytes, self._chunk_bytes):
+            for offset, size in pieces(nbytes, self._chunk_bytes[job.direction]):
                 here, there = host + offset, ring + offset
                 is_store = job.direction is Direction.STORE
                 chunks.append(Chunk(here, there, size) if is_store else Chunk(there, here, size))
@@ -303,7 +305,7 @@ class CpuCopier(PageCopier):
         *,
         wake: Callable[[], None],
         verify: bool = False,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         counters: OffloadCounters | None = None,
     ):
         """Arguments as for `PageCopier`."""
@@ -315,7 +317,7 @@ class CpuCopier(PageCopier):
             wake=wake,
             verify=verify,
             chunk_bytes=chunk_bytes,
-            depths=DEPTHS,
+            depths=_depths(load_ring, chunk_bytes),
             counters=counters,
         )
 
@@ -332,8 +334,8 @@ class CudaCopier(PageCopier):
         cuda: CudaContext,
         wake: Callable[[], None],
         verify: bool = False,
-        chunk_bytes: int = CHUNK_BYTES,
-        depths: tuple[int, int] = DEPTHS,
+        chunk_bytes: int | None = None,
+        depths: tuple[int, int] | None = None,
         counters: OffloadCounters | None = None,
     ):
         """
@@ -345,6 +347,7 @@ class CudaCopier(PageCopier):
         Raises:
           CudaError: streams or events cannot be made.
         """
+        depths = depths or _depths(load_ring, chunk_bytes)
         store = CudaLink(cuda, Direction.STORE, depths[0])
         try:
             load = CudaLink(cuda, Direction.LOAD, depths[1])
@@ -362,6 +365,13 @@ class CudaCopier(PageCopier):
             depths=depths,
             counters=counters,
         )
+
+
+def _depths(load_ring: Ring, chunk_bytes: int | None) -> tuple[int, int]:
+    """Returns how many chunks of stores and of loads are on their way at once."""
+    sizes = (part.slot_bytes for group in load_ring.groups for part in group)
+    most = chunk_bytes or _CHUNK_BYTES[Direction.LOAD]
+    return STORE_DEPTH, load_depth(max(next(pieces(size, most))[1] for size in sizes))
 
 
 def _begins(job: _Job) -> bool:

@@ -23,11 +23,20 @@ _LOOK = 0.0002
 
 _SILENT = "the device does not say whether earlier copies have ended"
 
-DEPTHS = 4, 8
-"""Chunks on their way at once, of stores and of loads. What else is copied in this direction queues
-behind all of them: steps' results, which somebody waits for, behind stores, and the inputs of a
-step, while the one before it runs, behind loads. They have to last while the engine's thread keeps
-the interpreter: eight of 5 MB last 0.7 ms."""
+STORE_DEPTH = 4
+"""Chunks of stores on their way at once: steps' results, which somebody waits for, queue behind all
+of them."""
+
+_LOAD_DEPTHS, _LOAD_BYTES = (4, 8), 40 << 20
+"""Of loads at least and at most, and about so many bytes. The inputs of a step queue behind them,
+while the one before it runs. They have to last while the engine's thread keeps the interpreter: so
+many bytes last 0.8 ms."""
+
+
+def load_depth(chunk_bytes: int) -> int:
+    """Returns how many chunks of loads are on their way at once."""
+    least, most = _LOAD_DEPTHS
+    return max(least, min(_LOAD_BYTES // chunk_bytes, most))
 
 
 class Chunk(NamedTuple):

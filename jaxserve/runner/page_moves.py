@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
@@ -25,6 +25,8 @@ from jaxserve.programs.executable_cache import Executable, Program
 from jaxserve.runner.state_pieces import StatePieces
 from jaxserve_kernels.kv_format import CacheShape, KVFormat
 from jaxserve_kernels.recurrent_state import RecurrentState
+from jaxserve_kernels.ring_copies import from_ring, to_ring
+from jaxserve_kernels.target import Target
 
 SIZES = (16, 8, 1)
 """Pages that one call moves. A quarter of them may be padding, which takes as long as others."""
@@ -52,6 +54,8 @@ def programs(
     dtype: DTypeLike,
     rings: Rings | None,
     state: RecurrentState | None = None,
+    *,
+    target: Target,
 ) -> list[Program]:
     """Returns the programs that move pages of each cache group, and the one that makes rings.
 
@@ -60,6 +64,7 @@ def programs(
       dtype: of activations.
       rings: None: there are none, and no programs.
       state: of recurrent layers, abstract; its pieces are one more group.
+      target: what they are traced for.
     """
     if rings is None:
         return []
@@ -72,14 +77,14 @@ def programs(
             found += [
                 Program(
                     name=_name("gather", group, size),
-                    function=functools.partial(gather, kv_format=form),
+                    function=functools.partial(gather, kv_format=form, target=target),
                     arguments=(kv, store, pairs),
                     donated=(1,),
                     details=repr(parts),
                 ),
                 Program(
                     name=_name("scatter", group, size),
-                    function=functools.partial(scatter, kv_format=form),
+                    function=functools.partial(scatter, kv_format=form, target=target),
                     arguments=(kv, load, pairs),
                     donated=(0,),
                     details=repr(parts),
@@ -144,7 +149,9 @@ def _name(kind: str, group: int, size: int) -> str:
     return f"{kind}_pages_{group}_{size}"
 
 
-def gather(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Ring, Array]:
+def gather(
+    kv: Any, ring: Ring, pairs: Array, *, kv_format: KVFormat | StatePieces, target: Target
+) -> tuple[Ring, Array]:
     """Copies pages into slots of a ring.
 
     Args:
@@ -152,34 +159,34 @@ def gather(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Ring, 
       ring: updated in place when donated.
       pairs: int32 [2, moves], pages and slots.
       kv_format: of the cache, or StatePieces.
+      target: what it is traced for.
 
     Returns:
       The ring, and an int32 [] that is there when the copies are done.
     """
-
-    for page, slot in _each(pairs):
-        parts = kv_format.read_page(kv, page)
-        ring = tuple(
-            lax.dynamic_update_slice_in_dim(whole, part, slot, 0)
-            for whole, part in zip(ring, parts, strict=True)
-        )
+    placed = _placed(kv, pairs, kv_format)
+    ring = tuple(
+        to_ring(array, part, placed, axis=axis, target=target)
+        for (array, axis), part in zip(kv_format.page_arrays(kv), ring, strict=True)
+    )
     return ring, pairs[0, 0]
 
 
-def scatter(kv: Any, ring: Ring, pairs: Array, *, kv_format: Any) -> tuple[Any, Array]:
+def scatter(
+    kv: Any, ring: Ring, pairs: Array, *, kv_format: KVFormat | StatePieces, target: Target
+) -> tuple[Any, Array]:
     """Copies slots of a ring into pages. As `gather`; the cache is updated in place when donated,
     and the ring only read."""
+    placed = _placed(kv, pairs, kv_format)
+    arrays = [
+        from_ring(array, part, placed, axis=axis, target=target)
+        for (array, axis), part in zip(kv_format.page_arrays(kv), ring, strict=True)
+    ]
+    return kv_format.with_page_arrays(kv, arrays), pairs[0, 0]
 
-    for page, slot in _each(pairs):
-        parts = [lax.dynamic_slice_in_dim(whole, slot, 1) for whole in ring]
-        kv = kv_format.write_page(kv, page, parts)
-    return kv, pairs[0, 0]
 
-
-def _each(pairs: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields the page and the slot of each move. A loop on the device takes twice as long: its
-    copies are launched one by one (lab/logs/offload.md)."""
-    return ((pairs[0, number], pairs[1, number]) for number in range(pairs.shape[1]))
+def _placed(kv: Any, pairs: Array, kv_format: KVFormat | StatePieces) -> Array:
+    return pairs.at[0].set(kv_format.places(kv, pairs[0]))
 
 
 def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[NDArray[np.int32]]:

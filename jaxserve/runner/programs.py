@@ -258,6 +258,7 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
         *page_moves.programs(
             *(config.kv_format, config.kv_shapes, config.dtype, config.rings),
             config.recurrent_state,
+            target=config.target,
         ),
         Program(name="state", function=empty, arguments=(), details=repr(state)),
         *(

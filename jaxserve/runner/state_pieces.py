@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxserve_kernels.recurrent_state import RecurrentState
 
 
 @dataclass(frozen=True)
 class StatePieces:
-    """Reads and writes pieces, as a KV format reads and writes pages."""
+    """Where pieces lie, as a KV format says it of pages."""
 
     layers: int
     """Recurrent layers."""
@@ -38,26 +38,15 @@ class StatePieces:
         each = self.page_shapes(state)
         return sum(math.prod(part.shape) * jnp.dtype(part.dtype).itemsize for part in each)
 
-    def read_page(self, state: RecurrentState, page: Array) -> list[Array]:
-        """Returns a piece's arrays [1, ...]."""
+    def page_arrays(self, state: RecurrentState) -> list[tuple[Array, int]]:
+        """Returns the arrays of the state with one axis for all pieces, and its number."""
+        return [(leaf.reshape(-1, *leaf.shape[2:]), 0) for leaf in state]
 
-        def read(leaf: Array) -> Array:
-            sizes = (1, 1, *leaf.shape[2:])
-            return lax.dynamic_slice(leaf, self._start(leaf, page), sizes)[0]
+    def with_page_arrays(self, state: RecurrentState, arrays: Sequence[Array]) -> RecurrentState:
+        """Returns the state with these in the place of its `page_arrays`."""
+        pairs = zip(state, arrays, strict=True)
+        return RecurrentState(*(array.reshape(leaf.shape) for leaf, array in pairs))
 
-        return [read(leaf) for leaf in state]
-
-    def write_page(
-        self, state: RecurrentState, page: Array, parts: Sequence[Array]
-    ) -> RecurrentState:
-        """Returns the state with a piece overwritten."""
-        pairs = zip(state, parts, strict=True)
-        written = (
-            lax.dynamic_update_slice(leaf, part[None], self._start(leaf, page))
-            for leaf, part in pairs
-        )
-        return RecurrentState(*written)
-
-    def _start(self, leaf: Array, page: Array) -> tuple[Any, ...]:
-        zero = jnp.int32(0)
-        return (page % self.layers, page // self.layers, *(zero for _ in leaf.shape[2:]))
+    def places(self, state: RecurrentState, pages: Array) -> Array:
+        """Returns where pieces lie on that axis."""
+        return pages % self.layers * state.delta.shape[1] + pages // self.layers

@@ -7,9 +7,12 @@ equal prefixes from position 0, and sequences with different roots share nothing
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from struct import Struct
+
+_WORD = 4
+"""Bytes of a token."""
 
 
 def root(*parts: str) -> bytes:
@@ -24,8 +27,8 @@ def root(*parts: str) -> bytes:
 
 def page_hashes(parent: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
     """Returns the hashes of the full pages of `tokens`; the first page follows `parent`."""
-    words = array("I", tokens)  # of the same bytes as "i", which takes twice as long to fill
-    encoded, size = memoryview(words.tobytes()), page_size * words.itemsize
+    words = Struct(f"{len(tokens)}i")  # takes two thirds of the time of an array
+    encoded, size = memoryview(words.pack(*tokens)), page_size * _WORD
     hashes: list[bytes] = []
     for start in range(0, len(encoded) - size + 1, size):
         parent = sha256(parent + encoded[start : start + size]).digest()

@@ -31,6 +31,7 @@ from bench_step import make_runner
 from decode_steps import decode_plans
 from working_tree import commit
 
+from jaxserve.engine.engine import SWITCH_INTERVAL
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.offload.copier import CudaCopier, Ring, RingPart
@@ -51,6 +52,7 @@ RING_BYTES = 9 << 20
 
 def main() -> None:
     args = parse_args()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     made, config, params = make_runner(NAMED_MODELS[args.model], args)
     del made  # it has no rings
     config = replace(config, rings=Rings(store=32, load=SLOTS))

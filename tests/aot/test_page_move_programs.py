@@ -16,11 +16,17 @@ from jaxserve.runner import page_moves
 from jaxserve.runner.page_moves import Rings
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
+from jaxserve_kernels.recurrent_state import RecurrentState
+from jaxserve_kernels.target import Target
 from tests.aot.compiled_steps import missing
 
 H100 = (Path(__file__).parent / "h100_80gb_hbm3.textproto").read_text()
 SHAPE = CacheShape(layers=4, pages=64, kv_heads=8, page_size=64, head_dim=128, slots=5)
 RINGS = Rings(store=8, load=16)
+STATE = RecurrentState(
+    conv=jax.ShapeDtypeStruct((6, 5, 3, 512), jnp.bfloat16),  # type: ignore[arg-type]
+    delta=jax.ShapeDtypeStruct((6, 5, 8, 128, 128), jnp.float32),  # type: ignore[arg-type]
+)
 FORMATS: tuple[KVFormat, ...] = (
     named("auto"),
     named("int8"),
@@ -51,9 +57,11 @@ def sharding(major: int) -> NamedSharding:
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
 def test_moves_of_pages_compile_and_copy_no_cache(kv_format: KVFormat, major: int) -> None:
     place = sharding(major)
-    programs = page_moves.programs(kv_format, [SHAPE], jnp.bfloat16, RINGS)
+    programs = page_moves.programs(
+        kv_format, [SHAPE], jnp.bfloat16, RINGS, STATE, target=Target.for_gpu(10 * major)
+    )
     moved = [each for each in programs if each.name.endswith(("_1", "_16"))]
-    assert len(moved) == 4
+    assert len(moved) == 8
     page = kv_format.page_bytes(SHAPE, jnp.bfloat16)
     for program in moved:
         arguments = jax.tree.map(
@@ -61,7 +69,9 @@ def test_moves_of_pages_compile_and_copy_no_cache(kv_format: KVFormat, major: in
             program.arguments,
         )
         jitted = jax.jit(program.function, donate_argnums=program.donated)
-        analysis = jitted.lower(*arguments).compile().memory_analysis()
+        compiled = jitted.lower(*arguments).compile()
+        assert "triton_kernel_call" in (compiled.as_text() or ""), "no kernel gave way"
+        analysis = compiled.memory_analysis()
         assert analysis is not None
         given = jax.tree.leaves(program.arguments[program.donated[0]])
         donated = sum(leaf.size * leaf.dtype.itemsize for leaf in given)

@@ -18,6 +18,7 @@ from jaxserve.offload.copier import (
     RingPart,
     pieces,
 )
+from jaxserve.offload.lane import load_depth
 from jaxserve.offload.slab import HostSlab
 from tests.offload.copier_setup import (
     HOST_SLOTS,
@@ -238,3 +239,10 @@ def test_a_store_whose_slot_is_never_written_fails_alone(
     setup.copier.store(0, 0, 3, lambda: False)
     assert setup.copier.close()
     assert setup.copier.poll() == [(3, False, "the copier is closed")]
+
+
+@pytest.mark.parametrize(("mib", "depth"), [(1, 8), (4.5, 8), (9, 4), (12, 4)])
+def test_as_many_bytes_of_loads_are_on_their_way_whatever_a_page_has(
+    mib: float, depth: int
+) -> None:
+    assert load_depth(int(mib * 2**20)) == depth

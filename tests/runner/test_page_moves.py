@@ -16,6 +16,7 @@ from jaxserve.plan import PageMove, PageMoves
 from jaxserve.runner import page_moves
 from jaxserve.runner.page_moves import PageMover, Rings
 from jaxserve_kernels.kv_format import KVFormat
+from jaxserve_kernels.target import Target
 from tests.runner.test_page_copies import FORMATS, PAGES, SHAPE, numbered
 
 RINGS = Rings(store=40, load=36)
@@ -28,7 +29,8 @@ def pages_of(kv: Any, kv_format: KVFormat) -> list[np.ndarray]:
 
 
 def mover_of(kv_format: KVFormat, groups: int = 1) -> PageMover:
-    found = page_moves.programs(kv_format, [SHAPE] * groups, jnp.float32, RINGS)
+    shapes = [SHAPE] * groups
+    found = page_moves.programs(kv_format, shapes, jnp.float32, RINGS, target=Target.here())
     return PageMover(RINGS, {each.name: each.compile() for each in found}, (0,) * groups)
 
 

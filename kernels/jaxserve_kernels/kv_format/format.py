@@ -164,7 +164,7 @@ class KVFormat(ABC):
         return jax.tree.unflatten(structure, copied)
 
     def page_shapes(self, shape: CacheShape, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What `read_page` returns of a page."""
+        """Of a page: of each of the `page_arrays`, the axis of pages first, with length 1."""
         leaves = zip(jax.tree.leaves(self.abstract(shape, dtype)), self.page_axes, strict=True)
         return tuple(
             jax.ShapeDtypeStruct((1, *leaf.shape[:axis], *leaf.shape[axis + 1 :]), leaf.dtype)
@@ -172,29 +172,23 @@ class KVFormat(ABC):
             if axis is not None
         )
 
-    def read_page(self, kv: Any, page: Array) -> tuple[Array, ...]:
-        """All that the cache holds in a page, int32 []: of each array with an axis of pages, that
-        axis first, with length 1."""
-        pairs = zip(jax.tree.leaves(kv), self.page_axes, strict=True)
-        return tuple(
-            jnp.moveaxis(lax.dynamic_slice_in_dim(leaf, page, 1, axis), axis, 0)
-            for leaf, axis in pairs
-            if axis is not None
+    def page_arrays(self, kv: Any) -> list[tuple[Array, int]]:
+        """The arrays of a cache that have pages, each with their axis."""
+        leaves = zip(jax.tree.leaves(kv), self.page_axes, strict=True)
+        return [(leaf, axis) for leaf, axis in leaves if axis is not None]
+
+    def with_page_arrays(self, kv: Any, arrays: Sequence[Array]) -> Any:
+        """The cache with these in the place of its `page_arrays`."""
+        leaves, structure = jax.tree.flatten(kv)
+        left = list(arrays)
+        pairs = zip(leaves, self.page_axes, strict=True)
+        return jax.tree.unflatten(
+            structure, [leaf if axis is None else left.pop(0) for leaf, axis in pairs]
         )
 
-    def write_page(self, kv: Any, page: Array, parts: Sequence[Array]) -> Any:
-        """The cache with this in a page, int32 []. `parts` are as `read_page` returns them."""
-        leaves, structure = jax.tree.flatten(kv)
-        left = list(parts)
-        written = [
-            leaf
-            if axis is None
-            else lax.dynamic_update_slice_in_dim(
-                leaf, jnp.moveaxis(left.pop(0), 0, axis), page, axis
-            )
-            for leaf, axis in zip(leaves, self.page_axes, strict=True)
-        ]
-        return jax.tree.unflatten(structure, written)
+    def places(self, kv: Any, pages: Array) -> Array:
+        """Where pages lie on that axis."""
+        return pages
 
     # Scales
 

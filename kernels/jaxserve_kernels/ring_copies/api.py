@@ -1,0 +1,44 @@
+"""Copies between a cache's array and a ring's: picks the implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from jaxserve_kernels.op import Implementation, Op, anything, on_kernels
+from jaxserve_kernels.ring_copies import reference
+from jaxserve_kernels.target import Target
+
+
+def from_ring(pages: Array, ring: Array, pairs: Array, *, axis: int, target: Target) -> Array:
+    """See `reference.from_ring`."""
+    return _FROM_RING(pages, ring, pairs, axis=axis, target=target)
+
+
+def to_ring(pages: Array, ring: Array, pairs: Array, *, axis: int, target: Target) -> Array:
+    """See `reference.to_ring`."""
+    return _TO_RING(pages, ring, pairs, axis=axis, target=target)
+
+
+def _op(name: str, function: str) -> Op:
+    def kernel(_: None, *args: Array, axis: int, target: Target) -> Any:
+        from jaxserve_kernels.ring_copies import triton  # needs Triton: only for GPUs
+
+        return getattr(triton, function)(*args, axis=axis, target=target)
+
+    def definition(_: None, *args: Array, axis: int, target: Target) -> Any:
+        return getattr(reference, function)(*args, axis=axis)
+
+    return Op(
+        name=name,
+        implementations=(
+            Implementation(name="triton", configure=on_kernels, run=kernel),
+            Implementation(name="reference", configure=anything, run=definition, kernels=False),
+        ),
+        describe=lambda pages, ring, pairs, **_: f"{pairs.shape[1]} pages",
+    )
+
+
+_FROM_RING = _op("copy_from_ring", "from_ring")
+_TO_RING = _op("copy_to_ring", "to_ring")
