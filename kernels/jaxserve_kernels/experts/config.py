@@ -37,6 +37,8 @@ class Launch:
     depth: int = 128
     num_warps: int = 4
     num_stages: int = 4
+    ahead: bool = False
+    """Codes are asked for while earlier kernels run; of both products or of neither. With PDL."""
 
 
 @dataclass(frozen=True, kw_only=True)
