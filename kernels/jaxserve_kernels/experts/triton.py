@@ -43,7 +43,7 @@ _PLAIN = tl.constexpr(-2)
 """In place of a `weights.Kind`: the weight is an array."""
 _OSS = tl.constexpr(3)
 """In place of what `activation.gating` gives: gpt-oss's."""
-_GATE_UP_AHEAD = tl.constexpr(4)
+_GATE_UP_AHEAD = tl.constexpr(8)
 _DOWN_AHEAD = tl.constexpr(8)
 """Tiles of inputs that are brought to the L2 cache before a kernel can begin."""
 _PROGRAMS_AHEAD = 4
