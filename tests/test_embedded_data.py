@@ -68,12 +68,14 @@ def test_words_held_out_are_in_no_training_table_and_in_no_vocabulary() -> None:
     assert all(len(encoder.ids(word)) > 1 for word in unseen)
 
 
+@pytest.mark.slow
 def test_stored_evaluation_set_and_tokenizer_config_are_what_the_scripts_make() -> None:
     made = "".join(json.dumps(data.asdict(c)) + "\n" for c in data.eval_cases(encoder))
     assert gzip.decompress((FOLDER / "eval.jsonl.gz").read_bytes()).decode() == made
     assert stored("tokenizer_config.json") == chat.tokenizer_config(encoder._tokenizer)
 
 
+@pytest.mark.slow
 def test_evaluation_cases_fit_into_the_context() -> None:
     for case in evaluation.load_cases(FOLDER / "eval.jsonl.gz"):
         prompt = chat.render(case["messages"], case["tools"], prompt=True)

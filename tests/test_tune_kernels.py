@@ -72,6 +72,7 @@ tune_kernels.tune(bench, {"down": key}, 2, pretended("h200"), float("inf"))
 """
 
 
+@pytest.mark.slow
 def test_steps_are_timed_with_each_candidate() -> None:
     """On a CPU, where parameters change nothing."""
     out = subprocess.check_output([sys.executable, "-c", _TUNES], text=True, cwd=ROOT)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxserve.config import Buckets, SchedulerConfig
@@ -78,6 +81,21 @@ class CompileCounter:
 
 
 COMPILES = CompileCounter()
+
+
+@contextmanager
+def whole_float32() -> Generator[None]:
+    """Products of float32 that are compiled inside are not in TF32, which is a GPU's default.
+
+    For all threads: programs are traced on several, where `jax.default_matmul_precision` of this
+    one has no effect.
+    """
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
 
 
 def make_params(spec: ModelSpec = SPEC, seed: int = 0) -> decoder.Params:

@@ -253,14 +253,19 @@ def _encoded_leaves(
 ) -> dict[str, Any]:
     """Returns what replaces each leaf, in leaf order. Stacked leaves keep their leading axis."""
     whole = {path: leaf.shape for path, leaf in leaf_paths(abstract)}
-    encoded: dict[str, Any] = {}
+    parts: dict[str, LeafPart] = {}
     for part in leaf_parts(abstract):
-        if part.owner in encoded:
-            continue
-        leading = whole[part.owner][: len(part.place)]
-        stored = packed.get(part.owner, part.leaf)
-        shapes = jax.eval_shape(functools.partial(_encoded, encode, part.path), stored)
-        encoded[part.owner] = jax.tree.map(functools.partial(_with_leading, leading), shapes)
+        parts.setdefault(part.owner, part)
+    stored = {owner: packed.get(owner, part.leaf) for owner, part in parts.items()}
+
+    def encode_all(leaves: dict[str, Any]) -> dict[str, Any]:
+        return {owner: _encoded(encode, parts[owner].path, leaf) for owner, leaf in leaves.items()}
+
+    shapes = jax.eval_shape(encode_all, stored)  # one trace: each takes milliseconds
+    encoded: dict[str, Any] = {}
+    for owner, part in parts.items():
+        with_leading = functools.partial(_with_leading, whole[owner][: len(part.place)])
+        encoded[owner] = jax.tree.map(with_leading, shapes[owner])
     return encoded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import platform
@@ -71,6 +72,7 @@ def program_key(
     }
 
 
+@functools.cache
 def sources_digest() -> str:
     """Returns the SHA-256 of all sources that are traced into programs."""
     digest = hashlib.sha256()

@@ -171,15 +171,18 @@ class GroupPages:
                 )
                 start = following
 
-    def hold(self, page: int | None) -> int:
-        """Hold a published page until `let_go`, or a new one, which is returned. OutOfPages."""
-        if page is None:
-            page = self.pool.allocate(1)[0]
-        else:
-            self.pool.share([page])
-        self.loading[page] += 1
-        self.num_loading += 1
-        return page
+    def hold(self, pages: Collection[int]) -> None:
+        """Hold published pages until `let_go`."""
+        self.pool.share(pages)
+        self.loading.update(pages)
+        self.num_loading += len(pages)
+
+    def hold_new(self, count: int) -> list[int]:
+        """Hold new pages until `let_go`, which are returned. OutOfPages."""
+        pages = self.pool.allocate(count)
+        self.loading.update(pages)
+        self.num_loading += count
+        return pages
 
     def publish_loaded(self, seq: Sequence, hashes: list[bytes], number: int, page: int) -> None:
         """Publish page `number` of a sequence's tokens, whose content has come from the host."""

@@ -145,6 +145,8 @@ class KVCacheManager:
                 there = elsewhere and functools.partial(elsewhere, None)
                 hashes = seq.page_hashes(shorter, self.page_size)
                 shorter = self.snapshots.longest(hashes, shorter, there)
+            elif len(self.groups) == 1 and not self.windows:
+                count = shorter  # of a row of pages any beginning is cached
         return count if count * self.page_size > self._own_tokens else 0
 
     def _most_cached(self, seq: Sequence) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from jaxserve.config import HostTierConfig
 from jaxserve.offload.index import HostIndex
@@ -29,6 +30,16 @@ _TIMEOUT, _TIMES_PREDICTED = 5.0, 20.0
 
 
 type _Missing = tuple[GroupPages | StatePieces, int, bytes]
+
+
+class _Found(NamedTuple):
+    """What to load."""
+
+    hashes: list[bytes]
+    """Of the pages up to the end of the prefix."""
+    missing: list[_Missing]
+    seconds: float
+    """That it should take."""
 
 
 class Loads:
@@ -57,6 +68,8 @@ class Loads:
         self._transfers, self._disk, self._pieces = transfers, disk, pieces
         self._clock, self._observer = clock, observer
         self._loads: list[Load] = []
+        self._asked: dict[Sequence, float | None] = {}
+        """Sequences whose loads begin with the next `advance`, and the rate for `_look`."""
         self._news = False
         """A load is over since the last `advance`, so that its pages are free."""
         self._orphans = 0
@@ -67,53 +80,71 @@ class Loads:
         self._logged: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._loads)
+        return len(self._loads) + len(self._asked)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for loads. Callable from any thread."""
-        return sum(len(load.waiting) for load in list(self._loads))
+        return sum(len(load.waiting) for load in list(self._loads)) + len(self._asked)
 
     def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
         """Load what continues the cached prefix of a waiting sequence, if that pays, or else the
-        part of it that is in memory. Returns whether it has to wait.
+        part of it that is in memory. Returns whether it has to wait. The load itself begins with
+        the next `advance`: what it takes of this thread would delay the step of the plan.
 
         Args:
           cached: pages of the sequence that the device has.
           prefill_rate: tokens per second that would be computed instead; None: unknown.
         """
-        if seq.waits_for_loads >= _MAX_WAITS:
+        if seq.waits_for_loads >= _MAX_WAITS or self._look(seq, cached, prefill_rate) is None:
             return False
+        seq.loading = True
+        seq.waits_for_loads += 1
+        self._asked[seq] = prefill_rate
+        return True
+
+    def _start(self, seq: Sequence, prefill_rate: float | None) -> None:
+        """Begin the load that `begin` has found, or join another. If by now there is none, the next
+        plan sees to the sequence."""
+        cached = self._kv_cache.cached_pages(seq).length
+        found = self._look(seq, cached, prefill_rate)
+        if found is None:
+            seq.loading, self._news = False, True
+        else:
+            load = found if isinstance(found, Load) else self._begin(seq, found)
+            load.waiting.append(seq)
+
+    def _look(self, seq: Sequence, cached: int, prefill_rate: float | None) -> Load | _Found | None:
+        """Returns the load that brings pages of the sequence, or what to load for it. None: nothing
+        that pays and fits. As `begin`."""
         count = self._kv_cache.reachable(seq, self._has)
         size = self._kv_cache.page_size
         if not seq.waits_for_loads:
             self._observer.tier_looked_up(len(seq.tokens) - cached * size, (count - cached) * size)
         if count <= cached:
-            return False
+            return None
         hashes = seq.page_hashes(count, size)
         missing = list(self._missing(hashes))
         keys = frozenset(key for _, _, key in missing)
         for load in self._loads:
             if not keys.isdisjoint(load.keys):
-                self._wait(seq, load)
-                return True
+                return load
         decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
         if not decision.pays and decision.disk_bytes:
             self.rates.refused(decision)
             count = self._kv_cache.reachable(seq, self._has_in_memory)
             if count <= cached:
-                return False
+                return None
             hashes = hashes[:count]
             missing = list(self._missing(hashes))
             decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
         if not decision.pays:
             self.rates.refused(decision)
-            return False
+            return None
         # Copies that hang would delay what is loaded now.
         if self._orphans or not self._fits(hashes, missing):
-            return False
-        self._begin(seq, hashes, missing, decision.seconds)
-        return True
+            return None
+        return _Found(hashes, missing, decision.seconds)
 
     def _has(self, group: GroupPages | None, content: bytes) -> bool:
         if group is not None:
@@ -178,20 +209,9 @@ class Loads:
             return []
         return [key for _, _, key in missing if not self._index.has(key)]
 
-    def _begin(
-        self,
-        seq: Sequence,
-        hashes: list[bytes],
-        missing: list[_Missing],
-        seconds: float,
-    ) -> None:
-        end = len(hashes) * self._kv_cache.page_size
-        tables: list[dict[int, int]] = []
-        for group in self._kv_cache.groups:  # before anything is allocated and so evicted
-            numbers = range(group.first_page(end), len(hashes))
-            found = {number: group.pool.page_of(hashes[number]) for number in numbers}
-            there = {number: page for number, page in found.items() if page is not None}
-            tables.append({number: group.hold(page) for number, page in there.items()})
+    def _begin(self, seq: Sequence, found: _Found) -> Load:
+        hashes, missing, seconds = found
+        tables = self._hold(hashes, missing)
         snapshot, places = None, iter(())
         if self._pieces is not None and missing[-1][0] is self._pieces:
             snapshot = self._pieces.snapshots.reserve()
@@ -204,7 +224,7 @@ class Loads:
                 key=key,
                 page=next(places)
                 if isinstance(group, StatePieces)
-                else tables[group.number].setdefault(number, group.hold(None)),
+                else tables[group.number][number],
                 state=State.ON_DISK if slot is None else State.ON_HOST,
                 host_slot=-1 if slot is None else slot,
             )
@@ -224,13 +244,24 @@ class Loads:
             keys=frozenset(each.key for each in pages),
         )
         self._loads.append(load)
-        self._wait(seq, load)
         self._feed(load)
+        return load
 
-    def _wait(self, seq: Sequence, load: Load) -> None:
-        load.waiting.append(seq)
-        seq.loading = True
-        seq.waits_for_loads += 1
+    def _hold(self, hashes: list[bytes], missing: list[_Missing]) -> list[dict[int, int]]:
+        """Hold the pages that the device has, and new ones for those that it lacks. Returns the
+        pages of each group by their numbers."""
+        end = len(hashes) * self._kv_cache.page_size
+        tables: list[dict[int, int]] = []
+        for group in self._kv_cache.groups:  # before anything is allocated and so evicted
+            numbers = range(group.first_page(end), len(hashes))
+            found = {number: group.pool.page_of(hashes[number]) for number in numbers}
+            there = {number: page for number, page in found.items() if page is not None}
+            group.hold(there.values())
+            tables.append(there)
+        for group, table in zip(self._kv_cache.groups, tables, strict=True):
+            numbers = [number for of, number, _ in missing if of is group]
+            table.update(zip(numbers, group.hold_new(len(numbers)), strict=True))
+        return tables
 
     def advance(self) -> bool:
         """Bring all loads on. Returns whether one is over since the last call, for any reason."""
@@ -244,6 +275,9 @@ class Loads:
                 self._finish(load)
             else:
                 self._feed(load)
+        asked, self._asked = self._asked, {}
+        for seq, prefill_rate in asked.items():
+            self._start(seq, prefill_rate)
         news, self._news = self._news, False
         return news
 
@@ -368,6 +402,7 @@ class Loads:
 
     def leave(self, seq: Sequence) -> None:
         """A waiting sequence has ended."""
+        self._asked.pop(seq, None)
         for load in self._loads:
             if seq in load.waiting:
                 load.waiting.remove(seq)
@@ -385,5 +420,8 @@ class Loads:
 
     def cancel_all(self, cause: str) -> None:
         """Give up all loads."""
+        for seq in self._asked:
+            seq.loading = False
+        self._asked.clear()
         for load in list(self._loads):
             self._give_up(load, cause)

@@ -43,9 +43,10 @@ class Copier(Protocol):
 
 _FAILED = "the device failed"
 
-_BATCH = 8
+_BATCH = 16
 """Loads whose ends are told together while others are on their way: what came is launched at once,
-and few large launches take less of the device and of the engine than many small ones."""
+and few large launches take less of the device and of the engine than many small ones. The largest
+program moves as many pages; more would leave a ring of 56 slots too few for the link."""
 
 type Then = Callable[[str | None], None]
 """Called when a copy has ended, with why it failed."""
@@ -112,7 +113,7 @@ class Transfers:
         """Tags of loads that have not ended."""
         self._loaded: list[Ended] = []
         """Loads whose end is not told yet."""
-        self._batch = max(1, min(_BATCH, load_slots // 4))
+        self._batch = max(1, min(_BATCH, load_slots // 3))
         self._tag = self._failures = 0
 
     @property

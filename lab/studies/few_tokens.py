@@ -227,8 +227,9 @@ def _gate_up(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
     values = _activated(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, values.type.layout))
-    there = (token < tokens) & (_of_columns(choice, tokens, values.type.layout) >= 0)
+    layout: gl.constexpr = values.type.layout
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    there = (token < tokens) & (_of_columns(choice, tokens, layout) >= 0)
     _store(values, out_ptr, pair * tokens + token, there, n)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
@@ -17,7 +18,7 @@ from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import embedded_model
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, check_against_solo, workloads
-from tests.tiny_model import COMPILES, make_runner
+from tests.tiny_model import COMPILES, make_runner, whole_float32
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,9 @@ def trained_runner() -> Iterator[Runner]:
     spec = registry.spec_of(json.loads((folder / "config.json").read_text()))
     abstract = decoder.abstract(spec, jnp.float32)
     params = load_params(open_checkpoint(folder), registry.rules(spec), abstract)
-    precision = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", "highest")
-    yield make_runner(replace(CONFIG, spec=spec, sampled_vocab=spec.vocab_size), params)
-    jax.config.update("jax_default_matmul_precision", precision)
+    with whole_float32():
+        runner = make_runner(replace(CONFIG, spec=spec, sampled_vocab=spec.vocab_size), params)
+    yield runner
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +59,16 @@ def test_each_request_gets_the_tokens_it_would_get_alone_on_a_gpu(
     before = COMPILES.count
     check_against_solo(work, trained_runner, trained_solo, tolerance=1e-3)
     assert COMPILES.count == before, "something was compiled while serving"
+
+
+def test_other_threads_multiply_in_whole_float32_too() -> None:
+    """Runners trace their programs on threads of their own."""
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def text() -> str:
+        return jax.jit(lambda a, b: a @ b).lower(square, square).as_text()
+
+    with ThreadPoolExecutor(1) as pool:
+        with whole_float32():
+            assert "HIGHEST" in pool.submit(text).result()
+        assert "HIGHEST" not in pool.submit(text).result()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,7 +34,7 @@ from tests.runner.test_equivalence import Solo, Workload, check_against_solo, wo
 from tests.runner.test_recurrent_models import DELTA_NET, FULL, RECURRENT, SPECS, STATE, hybrid
 from tests.runner.test_verify import drafts_of
 from tests.scheduler.proposers import KINDS, Guesses
-from tests.tiny_model import COMPILES, make_config, make_runner
+from tests.tiny_model import COMPILES, make_config, make_runner, whole_float32
 
 START = len(PROMPT)
 BUCKETS = ((4, 8),)
@@ -184,8 +183,8 @@ def test_each_request_gets_the_tokens_it_would_get_alone_on_a_gpu() -> None:
     made = make_config(spec=spec, decode=(1, 4), prefill=(24,), verify=BUCKETS, max_model_len=24)
     cache = replace(made.cache, snapshots=3, snapshot_stride=16, state_block=16)
     config = replace(made, cache=cache)
-    with jax.default_matmul_precision("highest"):
+    with whole_float32():
         runner = make_runner(config)
-        before = COMPILES.count
-        compare(config, runner, 60, BUCKETS, tolerance=1e-3)
+    before = COMPILES.count
+    compare(config, runner, 60, BUCKETS, tolerance=1e-3)
     assert COMPILES.count == before, "something was compiled while serving"

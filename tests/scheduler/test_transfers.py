@@ -76,13 +76,13 @@ def test_moves_that_failed_are_told_and_nothing_of_them_is_copied() -> None:
 
 def test_loads_are_told_in_batches_while_others_are_on_their_way() -> None:
     copies, told = Copies(), list[int]()
-    transfers = Transfers(copies, 1, store_slots=2, load_slots=40)
-    for slot in range(20):
+    transfers = Transfers(copies, 1, store_slots=2, load_slots=50)
+    for slot in range(40):
         assert transfers.load(slot, 0, lambda ring_slot, error: told.append(ring_slot))
     sizes: list[int] = []
-    for first, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
+    for first, end in ((0, 15), (15, 16), (16, 39), (39, 40)):
         copies.ended = [Ended(tag) for tag in copies.tags[first:end]]
         transfers.advance()
         sizes.append(len(told))
-    assert sizes == [0, 8, 16, 20], "eight at a time, and the last ones at once"
+    assert sizes == [0, 16, 32, 40], "sixteen at a time, and the last ones at once"
     assert not transfers.busy
