@@ -194,7 +194,7 @@ def candidates(case: Case) -> Iterator[Case]:
     ]
     if case.format != "bf16":
         plain = Launch(tokens=16 if each <= 8 else 32 if each <= 20 else 64)
-        launches += [dataclasses.replace(one, ahead=True) for one in (plain, launches[0])]
+        launches += [dataclasses.replace(one, ahead=4) for one in (plain, launches[0])]
     for one in launches:
         yield case._replace(tuned=(("gate_up", one), ("down", one)))
 

@@ -46,8 +46,6 @@ _OSS = tl.constexpr(3)
 _GATE_UP_AHEAD = tl.constexpr(8)
 _DOWN_AHEAD = tl.constexpr(8)
 """Tiles of inputs that are brought to the L2 cache before a kernel can begin."""
-_PROGRAMS_AHEAD = 4
-"""Of a multiprocessor: how many of them ask for theirs. Later ones find their experts known."""
 _ALPHA = tl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
 
@@ -240,15 +238,14 @@ def _down(
         if AHEAD == 0:
             gdc_wait()
     expert, begin, end = block_of(early_ids_ptr, early_ends_ptr, experts, ONE, TOKENS, EXPERTS)
-    if EARLY:
-        if AHEAD:
-            at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            if (at < AHEAD) & (expert < experts):
-                _ask_for_rows(
-                    packed_ptr, expert, tl.program_id(0) * ROWS, n, ROWS,
-                    packed_size, k, KIND, _DOWN_AHEAD, WARPS,
-                )  # fmt: skip
-            gdc_wait()
+    if EARLY and AHEAD:
+        at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if (at < AHEAD) & (expert < experts):
+            _ask_for_rows(
+                packed_ptr, expert, tl.program_id(0) * ROWS, n, ROWS,
+                packed_size, k, KIND, _DOWN_AHEAD, WARPS,
+            )  # fmt: skip
+        gdc_wait()
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         there = place < end
@@ -287,8 +284,8 @@ def experts(
     if tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     # A kernel for down that knows its experts early needs one for gate and up that starts it late.
-    both = config.gate_up.ahead and config.down.ahead and not isinstance(w.gate_up, Array)
-    ahead = _PROGRAMS_AHEAD * target.gpu.multiprocessors if both else 0
+    each = 0 if isinstance(w.gate_up, Array) else min(config.gate_up.ahead, config.down.ahead)
+    ahead = each * target.gpu.multiprocessors
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
         kernel=_gate_up,
