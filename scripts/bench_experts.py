@@ -79,13 +79,16 @@ class Model(NamedTuple):
 
 MODELS = {
     "qwen3-30b-a3b": Model(128, 8, 2048, 768),
+    "qwen3.5-35b-a3b": Model(256, 8, 2048, 512),
     "gpt-oss-20b": Model(32, 4, 2880, 2880, "swiglu_oss", biases=True),
 }
 TRIES = {
-    False: [(64, 4, 3), (64, 4, 6), (64, 2, 4), (128, 4, 4), (128, 8, 4), (32, 4, 6)],
-    True: [(64, 4, 4), (128, 8, 4)],
+    8: [(128, 4, 4, 16), (128, 4, 4, 8), (64, 2, 4, 8)],
+    20: [(128, 4, 4, 32), (128, 8, 4, 32)],
+    48: [(128, 8, 4, 64), (128, 8, 3, 64), (256, 8, 3, 64)],
+    512: [(64, 4, 4, 64), (128, 8, 4, 64)],
 }
-"""Rows, warps, stages; True: of many rows."""
+"""Rows, warps, stages, tokens, by the most tokens of an expert, if all had as many."""
 TINY = Model(8, 2, 256, 256)
 
 
@@ -177,14 +180,23 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Launches beside the rule's, of both products alike."""
+    """Launches beside the rule's, of both products alike; then those of a few that ask for codes
+    ahead, the rule's rows among them."""
     target = Target.here()
     if case.rows >= MANY and target.uses_triton() and target.runs_hopper_kernels():
         return  # Hopper's kernel has no parameters
-    tokens = 64 if case.rows >= MANY else 16 if case.rows <= 64 else 32
-    for rows, warps, stages in TRIES[case.rows >= MANY]:
-        each = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages)
-        yield case._replace(tuned=(("gate_up", each), ("down", each)))
+    sizes = MODELS[case.model]
+    each = case.rows * sizes.top_k / sizes.experts
+    tries = next(found for most, found in TRIES.items() if each <= most)
+    launches = [
+        Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages)
+        for rows, warps, stages, tokens in tries
+    ]
+    if case.format != "bf16":
+        plain = Launch(tokens=16 if each <= 8 else 32 if each <= 20 else 64)
+        launches += [dataclasses.replace(one, ahead=4) for one in (plain, launches[0])]
+    for one in launches:
+        yield case._replace(tuned=(("gate_up", one), ("down", one)))
 
 
 def measure(

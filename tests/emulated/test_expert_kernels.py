@@ -129,6 +129,18 @@ def test_a_chain_of_early_kernels(tokens: int) -> None:
     assert relative_error(found, expected(*args)) < 4e-3
 
 
+@pytest.mark.parametrize("name", ["bf16", "int4", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_codes_are_asked_for_before_they_are_needed(name: str, rows: int) -> None:
+    """Also those that lie in a last tile that is not whole; lists are read early where they are
+    there, or the emulator says so."""
+    args = made(9, QUANTIZE[name], embed=320, width=192)
+    launch = Launch(rows=rows, depth=128 if name in ("int4", "fp8", "mxfp4") else 64, ahead=4)
+    config = Config(gate_up=launch, down=launch, parts=True)
+    found = summed(kernels.experts(*args, "silu", config, target=PDL))
+    assert relative_error(found, expected(*args)) < 4e-3
+
+
 @pytest.mark.parametrize("count", [EXPERTS, 32])
 def test_order(count: int) -> None:
     ids = np.random.default_rng(0).integers(0, count, (700, K), np.int32)

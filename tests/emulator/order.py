@@ -49,7 +49,7 @@ _NOT_OF_KERNELS = frozenset({
 """Arguments that no kernel of a PDL call writes: weights, the plan of the step, and pages and
 recurrent state, of which a kernel reads those of its layer that earlier steps have written."""
 
-_OF_THE_LAST_BUT_ONE = frozenset({"early_scores_ptr"})
+_OF_THE_LAST_BUT_ONE = frozenset({"early_scores_ptr", "early_ids_ptr", "early_ends_ptr"})
 """Arguments that the kernel before does not write, but the one before that. They are there early if
 the kernel before starts its dependents only when it has waited."""
 

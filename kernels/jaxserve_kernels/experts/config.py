@@ -37,6 +37,9 @@ class Launch:
     depth: int = 128
     num_warps: int = 4
     num_stages: int = 4
+    ahead: int = 0
+    """So many programs for each multiprocessor ask for codes while earlier kernels run: of both
+    products or of neither, with PDL."""
 
 
 @dataclass(frozen=True, kw_only=True)

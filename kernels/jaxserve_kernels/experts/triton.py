@@ -5,6 +5,10 @@ As in `dense_matmul/triton.py` the weight is the left operand, so that few token
 program takes some rows of the weight of one expert, and some of the tokens that lie together after
 `triton_route.order`. Which expert that is it finds from how many each has: the grid is as large as
 it may have to be, and programs without tokens end at once.
+
+While the kernels before them run, the first programs may have their codes brought to the L2 cache
+(`Launch.ahead`): those of gate and up guess that every expert has a token, those of down know, from
+lists that are there as soon as gate and up have waited for them.
 """
 
 from __future__ import annotations
@@ -29,14 +33,19 @@ from jaxserve_kernels.experts.types import (
     stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton import accumulate
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_prefetch import ask_for
 
 _PLAIN = tl.constexpr(-2)
 """In place of a `weights.Kind`: the weight is an array."""
 _OSS = tl.constexpr(3)
 """In place of what `activation.gating` gives: gpt-oss's."""
+_GATE_UP_AHEAD = tl.constexpr(8)
+_DOWN_AHEAD = tl.constexpr(8)
+"""Tiles of inputs that are brought to the L2 cache before a kernel can begin."""
 _ALPHA = tl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
 
@@ -74,6 +83,26 @@ def _within(row, n: tl.constexpr, size: tl.constexpr):
     if n % size:
         row = tl.minimum(row, n - 1)
     return row
+
+
+@triton.jit
+def _ask_for_rows(
+    packed_ptr, expert, first, last: tl.constexpr, rows: tl.constexpr, size: tl.constexpr,
+    k: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Has the first tiles of inputs of an expert's rows brought to the L2 cache: of `rows` from
+    `first` on, or those that end before `last`. A warp asks for a tile's at a time."""
+    depth: tl.constexpr = 64 if KIND == NVFP4 else 128
+    width: tl.constexpr = depth // 4 if KIND >= INT4 else depth // 2
+    block: tl.constexpr = 64 if rows > 64 else rows  # rows that lie together in a tile
+    warp = tl.arange(0, 32 * WARPS) // 32
+    codes = packed_ptr + expert.to(tl.int64) * size
+    for part in tl.static_range(rows // block):
+        row = tl.minimum(first + part * block, last - block)
+        of_row = row // 64 * (k // depth * 64 * width) + row % 64 * width
+        for turn in tl.static_range((TILES + WARPS - 1) // WARPS):
+            tile = tl.minimum(turn * WARPS + warp, k // depth - 1)
+            ask_for(codes + (of_row + tile * (64 * width)), block * width * 2)
 
 
 @triton.jit
@@ -141,7 +170,8 @@ def _gate_up(
     BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
+    AHEAD: tl.constexpr, WARPS: tl.constexpr, UNPACK: tl.constexpr = None,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Pair after pair as they lie together: activation(gate) * up, [pairs, n].
 
@@ -152,8 +182,19 @@ def _gate_up(
     out_row = tl.program_id(0) * half + tl.arange(0, half)
     row = _within(tl.program_id(0) * half + lane % half, n, half) + (lane // half) * n
     if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+        if AHEAD:
+            first = tl.program_id(1)
+            if (first * tl.num_programs(0) + tl.program_id(0) < AHEAD) & (first < experts):
+                for part in tl.static_range(2):
+                    _ask_for_rows(
+                        packed_ptr, first, tl.program_id(0) * half + part * n, n + part * n, half,
+                        packed_size, k, KIND, _GATE_UP_AHEAD, WARPS,
+                    )  # fmt: skip
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            gdc_wait()
     expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
@@ -177,15 +218,15 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, weights_ptr,
-    tokens, out_ptr,
+    x_ptr, packed_ptr, scale_ptr, second_ptr, bias_ptr, early_ids_ptr, order_ptr, early_ends_ptr,
+    weights_ptr, tokens, out_ptr,
     experts: tl.constexpr, choices: tl.constexpr, n: tl.constexpr, k: tl.constexpr,
     columns: tl.constexpr,
     packed_size: tl.constexpr, scale_size: tl.constexpr, second_size: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Of hidden tokens pair after pair as they lie together: results times the pairs' weights,
@@ -194,8 +235,17 @@ def _down(
     row = _within(out_row, n, ROWS)
     if EARLY:
         gdc_launch_dependents()
+        if AHEAD == 0:
+            gdc_wait()
+    expert, begin, end = block_of(early_ids_ptr, early_ends_ptr, experts, ONE, TOKENS, EXPERTS)
+    if EARLY and AHEAD:
+        at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if (at < AHEAD) & (expert < experts):
+            _ask_for_rows(
+                packed_ptr, expert, tl.program_id(0) * ROWS, n, ROWS,
+                packed_size, k, KIND, _DOWN_AHEAD, WARPS,
+            )  # fmt: skip
         gdc_wait()
-    expert, begin, end = block_of(ids_ptr, ends_ptr, experts, ONE, TOKENS, EXPERTS)
     if expert < experts:
         place = begin + tl.arange(0, TOKENS)
         there = place < end
@@ -233,6 +283,9 @@ def experts(
     order, ends = ids, ids
     if tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
+    # A kernel for down that knows its experts early needs one for gate and up that starts it late.
+    each = 0 if isinstance(w.gate_up, Array) else min(config.gate_up.ahead, config.down.ahead)
+    ahead = each * target.gpu.multiprocessors
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
         kernel=_gate_up,
@@ -240,7 +293,7 @@ def experts(
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width),
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, ahead),
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
@@ -249,7 +302,7 @@ def experts(
         name=f"experts_down{_suffix(w.down)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.shape[1], tokens, embed), dtype),
-        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed),
+        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, ahead),
     )  # fmt: skip
     return parts if config.parts else parts.astype(jnp.float32).sum(0).astype(dtype)[None]
 
@@ -271,8 +324,10 @@ def _launch(
     ids: Array,
     x: Array,
     n: int,
+    ahead: int,
 ) -> dict[str, Any]:
-    """What both products are launched with. n: of the result."""
+    """What both products are launched with. n: of the result; ahead: programs that ask for codes
+    before they can begin."""
     experts, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
@@ -288,5 +343,5 @@ def _launch(
         "BIAS": bias is not None, "ONE": ids.shape[0] == 1,
         "EXPERTS": triton.next_power_of_2(experts),
         "TOKENS": launch.tokens, "ROWS": launch.rows, "DEPTH": launch.depth,
-        "STAGES": launch.num_stages,
+        "STAGES": launch.num_stages, "AHEAD": ahead, "WARPS": launch.num_warps,
     }  # fmt: skip
