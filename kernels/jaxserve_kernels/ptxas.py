@@ -52,8 +52,12 @@ def assemble(ptx: str, compute_capability: int) -> bytes | None:
         return cubin.read_bytes()
 
 
+@functools.lru_cache(maxsize=256)
 def registers(ptx: str, compute_capability: int) -> int | None:
-    """That each thread of a kernel takes; None: there is no assembler here to say it."""
+    """That each thread of a kernel takes; None: there is no assembler here to say it.
+
+    Kept: each layer's call of a kernel asks, and a large kernel takes the assembler a second.
+    """
     assembler = path()
     if assembler is None:
         return None
