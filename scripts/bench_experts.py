@@ -83,12 +83,13 @@ MODELS = {
     "gpt-oss-20b": Model(32, 4, 2880, 2880, "swiglu_oss", biases=True),
 }
 TRIES = {
-    8: [(128, 4, 4, 16), (128, 4, 4, 8), (64, 2, 4, 8)],
-    20: [(128, 4, 4, 32), (128, 8, 4, 32)],
-    48: [(128, 8, 4, 64), (128, 8, 3, 64), (256, 8, 3, 64)],
-    512: [(64, 4, 4, 64), (128, 8, 4, 64)],
+    8: [(64, 4, 4, 16, 0), (128, 4, 4, 16, 0), (128, 4, 4, 8, 4), (64, 2, 4, 8, 4)],
+    20: [(64, 4, 4, 32, 0), (128, 4, 4, 32, 0)],
+    48: [(64, 4, 4, 64, 0), (128, 8, 4, 64, 0), (256, 8, 3, 64, 4)],
+    512: [(64, 4, 4, 64, 0), (128, 8, 4, 64, 0)],
 }
-"""Rows, warps, stages, tokens, by the most tokens of an expert, if all had as many."""
+"""Rows, warps, stages, tokens, and programs that ask ahead, by the most tokens of an expert, if all
+had as many."""
 TINY = Model(8, 2, 256, 256)
 
 
@@ -180,22 +181,16 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Launches beside the rule's, of both products alike; then those of a few that ask for codes
-    ahead, the rule's rows among them."""
+    """Launches beside the rule's, of both products alike."""
     target = Target.here()
     if case.rows >= MANY and target.uses_triton() and target.runs_hopper_kernels():
         return  # Hopper's kernel has no parameters
     sizes = MODELS[case.model]
     each = case.rows * sizes.top_k / sizes.experts
-    tries = next(found for most, found in TRIES.items() if each <= most)
-    launches = [
-        Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages)
-        for rows, warps, stages, tokens in tries
-    ]
-    if case.format != "bf16":
-        plain = Launch(tokens=16 if each <= 8 else 32 if each <= 20 else 64)
-        launches += [dataclasses.replace(one, ahead=4) for one in (plain, launches[0])]
-    for one in launches:
+    for rows, warps, stages, tokens, ahead in next(
+        tries for most, tries in TRIES.items() if each <= most
+    ):
+        one = Launch(rows=rows, tokens=tokens, num_warps=warps, num_stages=stages, ahead=ahead)
         yield case._replace(tuned=(("gate_up", one), ("down", one)))
 
 

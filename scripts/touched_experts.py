@@ -15,7 +15,7 @@ from jaxserve.models import decoder, layer
 from jaxserve.plan import StepPlan
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
-from jaxserve_kernels.experts import route
+from jaxserve_kernels.experts import Routing, route, routed_experts
 
 
 def touched_experts(
@@ -25,7 +25,7 @@ def touched_experts(
     over all steps but the first `warm`. Compiles programs of its own and allocates another KV
     cache; rows are never padded."""
     counts: list[int] = []
-    with mock.patch.object(layer, "route", counting(counts)):
+    with mock.patch.object(layer, "routed_experts", counting(counts)):
         runner = Runner(config, params, Metrics("touched"))
         runner.compile(os.cpu_count() or 1, lambda name, done: None)
     found: list[float] = []
@@ -41,14 +41,16 @@ def touched_experts(
     return found
 
 
-def counting(counts: list[int]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`route`, which as it runs appends how many experts its tokens have together."""
+def counting(counts: list[int]) -> Callable[..., jax.Array]:
+    """`routed_experts`, which as it runs appends how many experts its tokens have together."""
 
-    def counted(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-        ids, weights = route(*args, **options)
+    def counted(
+        x: jax.Array, scores: jax.Array, routing: Routing, *args: Any, bias: Any, **options: Any
+    ) -> jax.Array:
+        ids, _ = route(scores, routing, bias, target=options["target"])
         ranked = ids.ravel().sort()
         touched = 1 + (ranked[1:] != ranked[:-1]).sum()
         jax.debug.callback(lambda count: counts.append(int(count)), touched)
-        return ids, weights
+        return routed_experts(x, scores, routing, *args, bias=bias, **options)
 
     return counted

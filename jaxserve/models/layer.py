@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -17,18 +16,16 @@ from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_prologue import gate_heads
-from jaxserve_kernels.experts import ExpertWeights, Routing, experts, route
+from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
     add_linear,
     gated_linear,
     linear,
-    plain,
     token_format,
 )
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
-from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
@@ -145,20 +142,8 @@ def feed_forward(
     assert projection is not None
     biased = layer.out_bias is not None
     x, out = add_linear(x, attention_out, projection, biased=biased, target=target)
-    form = None
-    if layer.gate_up is not None:
-        form = token_format(
-            layer.gate_up,
-            x.shape[0],
-            x.dtype,
-            gated=layer.gate_up_bias is None,
-            activation=_activation(spec),
-            target=target,
-        )
-    own = (x, out, layer.mlp_norm, spec.norm_eps, form)
-    x, normed = add_rms_norm(*own, bias=layer.out_bias, target=target)
     block = _dense if layer.experts is None else _experts
-    x, update = block(layer, x, normed, spec, target=target)
+    x, update = block(layer, x, out, spec, target=target)
     form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
     own = (x, update, next_norm.weight, spec.norm_eps, form)
     bias = layer.down_bias if layer.experts is None else None
@@ -166,11 +151,21 @@ def feed_forward(
 
 
 def _dense(
-    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
+    layer: Layer, x: Array, out: Array | None, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Array | None]:
-    """The layer's feed-forward of normed tokens, as `matmul.add_linear` adds it to x, without the
-    bias of down."""
+    """The layer's norm and feed-forward of x with `out`, as `matmul.add_linear` gives them. As it
+    does what comes is added to x, without the bias of down."""
     assert layer.gate_up is not None and layer.down is not None
+    form = token_format(
+        layer.gate_up,
+        x.shape[0],
+        x.dtype,
+        gated=layer.gate_up_bias is None,
+        activation=_activation(spec),
+        target=target,
+    )
+    own = (x, out, layer.mlp_norm, spec.norm_eps, form)
+    x, normed = add_rms_norm(*own, bias=layer.out_bias, target=target)
     gated = gated_linear(
         normed,
         layer.gate_up,
@@ -183,27 +178,24 @@ def _dense(
 
 
 def _experts(
-    layer: Layer, x: Array, normed: Normed, spec: ModelSpec, *, target: Target
+    layer: Layer, x: Array, out: Array | None, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Array]:
-    """The layer's experts of normed tokens: x as it is, and what is to be added to it, as partial
-    sums."""
+    """The layer's norm, router and experts of x with `out`, as `matmul.add_linear` gives them: x,
+    and what is to be added to it, as partial sums."""
     own = spec.experts
     assert layer.experts is not None and layer.router is not None and own is not None
-    routing = Routing(
-        num_experts=own.num_experts, top_k=own.top_k, scoring="softmax", normalize=own.normalize
+    given = (x, out, layer.mlp_norm, spec.norm_eps, layer.router)
+    x, normed, scores = norm_and_score(*given, bias=layer.out_bias, target=target)
+    update = routed_experts(
+        normed,
+        scores,
+        Routing(num_experts=own.num_experts, top_k=own.top_k, normalize=own.normalize),
+        ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias),
+        bias=layer.router_bias,
+        shared=None if layer.shared is None else ExpertWeights(*layer.shared),
+        activation=own.activation,
+        target=target,
     )
-    tokens = plain(normed)
-    scores = linear(tokens, layer.router, jnp.float32, target=target)
-    ids, weights = route(scores, routing, layer.router_bias, target=target)
-    stack = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
-    update = experts(tokens, ids, weights, stack, activation=own.activation, target=target)
-    if layer.shared is not None:
-        assert own.activation != "swiglu_oss"
-        gated = gated_linear(tokens, layer.shared.gate_up, activation=own.activation, target=target)
-        every = linear(gated, layer.shared.down, target=target)
-        update = add_shared_expert(
-            *(update, every, scores), column=own.num_experts, dtype=x.dtype, target=target
-        )
     return x, update
 
 

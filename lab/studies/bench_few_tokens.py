@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import functools
 import gzip
 import importlib.metadata
 import itertools
@@ -20,7 +19,6 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,15 +31,14 @@ import numpy as np
 from bench_experts import EPS, LAYERS, MODELS, MOST_ERROR, TINY, Model, make_weights
 from working_tree import commit
 
-from jaxserve_kernels import pdl
-from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts import Routing, experts, route
-from jaxserve_kernels.matmul import linear
+from jaxserve_kernels import pdl, tables
+from jaxserve_kernels.experts import Routing, norm_and_score, routed_experts
 from jaxserve_kernels.target import Target
-from lab.studies import few_tokens
 
 DEPTH = 16
 """Layers of a chain."""
+FEW = 64
+"""Tokens of a case, at most."""
 CASES = (
     *("qwen3-30b-a3b:bf16:1", "qwen3-30b-a3b:int4:1", "qwen3-30b-a3b:bf16:8"),
     *("qwen3-30b-a3b:int4:8", "gpt-oss-20b:mxfp4:1", "gpt-oss-20b:mxfp4:8"),
@@ -50,45 +47,20 @@ CASES = (
 )
 """Model, format, tokens."""
 
-type Layer = Callable[..., tuple[Any, Any]]
-"""x and parts of a layer, of x, parts, norm, router and experts."""
-
-
-def as_it_is(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, **on: Any) -> Any:
-    x, token = add_rms_norm(x, parts, norm, EPS, **on)
-    return x, routed(token, linear(token, router, jnp.float32, **on), w, sizes, **on)
-
-
-def scored(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, **on: Any) -> Any:
-    """The norm and the router's product are one kernel."""
-    x, token, scores = few_tokens.norm_and_score(x, parts, norm, EPS, router, **on)
-    return x, routed(token, scores, w, sizes, **on)
-
-
-def few(
-    x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, resident: int, **on: Any
-) -> Any:
-    """And products find their experts themselves."""
-    x, token, scores = few_tokens.norm_and_score(x, parts, norm, EPS, router, **on)
-    own = (token, scores, routing_of(sizes), w, sizes.activation)
-    return x, few_tokens.experts(*own, resident=resident, **on)
-
-
-def routed(token: Any, scores: Any, w: Any, sizes: Model, **on: Any) -> Any:
-    ids, weights = route(scores, routing_of(sizes), **on)
-    return experts(token, ids, weights, w, activation=sizes.activation, **on)
-
-
-def routing_of(sizes: Model) -> Routing:
-    return Routing(num_experts=sizes.experts, top_k=sizes.top_k)
-
-
-WAYS: dict[str, Layer] = {
-    "as it is": as_it_is,
-    "scored": scored,
-    "few, 2": functools.partial(few, resident=2),
-    "few, 3": functools.partial(few, resident=3),
+LIMITS: dict[str, dict[str, int]] = {
+    "apart": {"few_tokens": 0},
+    "few, 2": {"few_tokens": FEW, "few_resident": 2},
+    "few, 3": {"few_tokens": FEW, "few_resident": 3},
 }
+"""Of `jaxserve_kernels/tables/experts`, by way."""
+KEY = "experts", tables.LIMITS
+
+
+def layer(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, **on: Any) -> Any:
+    """x and parts of a layer."""
+    x, token, scores = norm_and_score(x, parts, norm, EPS, router, **on)
+    routing = Routing(num_experts=sizes.experts, top_k=sizes.top_k)
+    return x, routed_experts(token, scores, routing, w, activation=sizes.activation, **on)
 
 
 def main() -> None:
@@ -118,7 +90,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=lambda text: text.split(","), default=CASES)
-    parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(WAYS))
+    parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(LIMITS))
     parser.add_argument("--rounds", type=int, default=7, help="of all ways, in turns")
     parser.add_argument("--budget", type=float, default=50.0, help="seconds; then no case is begun")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
@@ -137,7 +109,10 @@ def measure(
     parts = 0.3 * jax.random.normal(keys[1], (sizes.top_k, tokens, sizes.embed), jnp.float32)
     x = jax.random.normal(keys[2], (tokens, sizes.embed), jnp.bfloat16)
     fixed = (norm, router, weights)
-    programs = {way: compiled(WAYS[way], x, parts, fixed, sizes, target) for way in args.ways}
+    programs = {
+        way: compiled(x, parts, fixed, sizes, target.with_tuned({KEY: LIMITS[way]}))
+        for way in args.ways
+    }
     rows = {way: {"way": way, "rounds_us": []} for way in args.ways}
     expected = None
     for way, program in programs.items():
@@ -159,14 +134,14 @@ def measure(
     return list(rows.values())
 
 
-def compiled(way: Layer, x: Any, parts: Any, fixed: Any, sizes: Model, target: Target) -> Any:
+def compiled(x: Any, parts: Any, fixed: Any, sizes: Model, target: Target) -> Any:
     """Of donated x and parts, so that buffers stay where they are."""
 
     def chain(x: Any, parts: Any, norm: Any, router: Any, w: Any, *, target: Target) -> Any:
         for index in range(DEPTH):
             at = index % LAYERS
             own: Any = jax.tree.map(lambda leaf: leaf[at], (router, w))  # noqa: B023
-            x, parts = way(x, parts, norm, *own, sizes, target=target)
+            x, parts = layer(x, parts, norm, *own, sizes, target=target)
         return x, parts
 
     def program(*args: Any) -> Any:

@@ -1,69 +1,89 @@
-"""Runs scripts/bench_step.py with `few_tokens` in steps of up to eight tokens.
+"""Whole steps with the experts of few tokens launched in other ways, in turns in one process.
 
-python -m lab.studies.step_few_tokens --model qwen3-30b-a3b --batch 1,8 --temperature 1
+    python -m lab.studies.step_few_tokens --model qwen3-30b-a3b --quantization int4 --layers 16
+
+Ways are those of `bench_few_tokens`, and models, formats and times those of
+`scripts/bench_step.py`. The ways share weights, and have programs and a KV cache each.
 """
 
 from __future__ import annotations
 
-import runpy
+import argparse
+import dataclasses
+import json
+import os
 import sys
+import time
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-from jaxserve.startup.environment import prepare
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-prepare(gpu_memory_utilization=0.92)
+import bench_step
 
-from jax import Array
+from jaxserve.metrics.metrics import Metrics
+from jaxserve.models.registry import NAMED_MODELS
+from jaxserve.runner.runner import Runner
+from lab.studies.bench_few_tokens import KEY, LIMITS
 
-from jaxserve.model_spec import ModelSpec
-from jaxserve.models import layer as layers
-from jaxserve.models.layer_weights import Layer
-from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts import ExpertWeights, Routing, route
-from jaxserve_kernels.matmul import add_linear, token_format
-from jaxserve_kernels.target import Target
-from lab.studies import few_tokens
-
-FEW = 8
-_as_it_is = layers.feed_forward
+CONTEXT = 1024
 
 
-def feed_forward(
-    layer: Layer,
-    next_norm: layers.Norm,
-    x: Array,
-    attention_out: Array,
-    spec: ModelSpec,
-    *,
-    target: Target,
-) -> tuple[Array, layers.Normed]:
-    """`layer.feed_forward`. Steps that count experts, by another `route`, are as they are."""
-    counts = layers.route is not route
-    if counts or not target.pdl or layer.experts is None or layer.shared or x.shape[0] > FEW:
-        return _as_it_is(layer, next_norm, x, attention_out, spec, target=target)
-    own = spec.experts
-    assert layer.out is not None and layer.router is not None and own is not None
-    biased = layer.out_bias is not None
-    x, out = add_linear(x, attention_out, layer.out, biased=biased, target=target)
-    assert out is not None
-    x, normed, scores = few_tokens.norm_and_score(
-        *(x, out, layer.mlp_norm, spec.norm_eps, layer.router), bias=layer.out_bias, target=target
+def main() -> None:
+    args = parse_args()
+    _, config, params = bench_step.make_runner(NAMED_MODELS[args.model], args)
+    runners = {}
+    for way in args.ways:
+        start = time.perf_counter()
+        target = config.target.with_tuned({KEY: LIMITS[way]})
+        own = dataclasses.replace(config, target=target)
+        runners[way] = Runner(own, params, Metrics(way)), own
+        runners[way][0].compile(os.cpu_count() or 1, lambda name, done: None)
+        print(f"{way}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    found: dict[str, dict[int, list[Any]]] = {}
+    for _ in range(args.rounds):
+        for way, (runner, own) in runners.items():
+            for batch in args.batch:
+                each = bench_step.time_decode(runner, own, params, batch, CONTEXT, 1.0, args)
+                found.setdefault(way, {}).setdefault(batch, []).append(each)
+    rows = [
+        {"way": way, "batch": batch, **middle(times)}
+        for batch in args.batch
+        for way, of_way in found.items()
+        for times in [of_way[batch]]
+    ]
+    for row in rows:
+        print(args.model, args.quantization, args.layers, row, flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"args": vars(args), "rows": rows}, default=str, indent=1))
+
+
+def middle(times: list[Any]) -> dict[str, Any]:
+    """Of rounds: step times in ms, and the kernels of the step."""
+    steps = sorted(round(each.step_ms, 4) for each in times)
+    return {"ms": steps[(len(steps) - 1) // 2], "rounds_ms": steps, "kernels": times[0].kernels}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--quantization")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument(
+        "--batch", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 8]
     )
-    parts = few_tokens.experts(
-        *(normed, scores),
-        Routing(num_experts=own.num_experts, top_k=own.top_k, normalize=own.normalize),
-        ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias),
-        own.activation,
-        bias=layer.router_bias,
-        target=target,
-    )
-    form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
-    return add_rms_norm(x, parts, next_norm.weight, spec.norm_eps, form, target=target)
+    parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(LIMITS))
+    parser.add_argument("--rounds", type=int, default=5, help="of all ways, in turns")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--kv-gib", type=float, default=3.0, help="of each way")
+    parser.add_argument("--temperature", type=float, default=1.0, help="above 0 rows differ")
+    parser.add_argument("--out", type=Path)
+    parser.set_defaults(
+        kv_cache_dtype="auto", page_size=64, separate_layers=False, lm_head_dtype=None,
+        fp8_copy=False,
+    )  # fmt: skip
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    scripts = Path(__file__).parents[2] / "scripts"
-    sys.path.insert(0, str(scripts))
-    with mock.patch.object(layers, "feed_forward", feed_forward):
-        runpy.run_path(str(scripts / "bench_step.py"), run_name="__main__")
+    main()

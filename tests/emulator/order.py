@@ -41,6 +41,7 @@ another: attention's warpgroups zero what lies past the end of a context."""
 
 _NOT_OF_KERNELS = frozenset({
     *("w_ptr", "packed_ptr", "scale_ptr", "second_ptr", "weight_ptr"),
+    *("shared_packed_ptr", "shared_scale_ptr", "shared_second_ptr"),
     *("q_norm_ptr", "k_norm_ptr", "bias_ptr", "cos_ptr", "sin_ptr"),
     *("first_ptr", "length_ptr", "slot_ptr", "position_ptr", "page_ptr", "offset_ptr", "table_ptr"),
     *("kv_ptr", "scales_ptr", "key_words_ptr", "value_words_ptr", "raw_ptr"),

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import pdl, weights
-from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
+from jaxserve_kernels.experts import (
+    ExpertActivation,
+    ExpertWeights,
+    Routing,
+    experts,
+    route,
+    routed_experts,
+)
 from jaxserve_kernels.target import CPU, REFERENCE, Target
 
 type Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -169,3 +176,25 @@ def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None
     expected = np.asarray(reference, np.float64)[0]
     most = 8e-3 if (name, tokens) == ("int4", 300) else 6e-3
     assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("shared", [False, True])
+def test_few_tokens_in_a_chain(name: str, tokens: int, shared: bool) -> None:
+    """With and without an expert that all have."""
+    x, _, _, w = made(tokens, (16, 4, 384, 256), FORMATS[name], dtype=jnp.bfloat16)
+    scores = jax.random.normal(jax.random.key(1), (1, tokens, 17))
+    one = [jax.tree.map(lambda leaf: leaf[0], each) for each in w[:2]]
+    given = x, scores, w, ExpertWeights(*one) if shared else None
+
+    def call(x: Any, scores: Any, w: Any, every: Any, *, target: Target) -> Any:
+        routing = Routing(num_experts=16, top_k=4)
+        return routed_experts(x, scores, routing, w, shared=every, target=target)
+
+    found = jax.jit(lambda *args: pdl.call(call, *args, target=Target.here()))(*given)
+    expected = np.asarray(call(*given, target=REFERENCE)[0], np.float64)
+    assert found.shape[0] == 4 + shared, "these are other kernels"
+    difference = np.linalg.norm(np.asarray(found, np.float64).sum(0) - expected)
+    assert difference < 8e-3 * np.linalg.norm(expected)

@@ -17,7 +17,7 @@ from jaxserve_kernels.triton_call import triton_call
 
 
 @triton.jit
-def _normed(
+def add_and_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -60,7 +60,7 @@ def _kernel(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    normed = _normed(
+    normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
         stride, embed, eps, parts, BIAS, BLOCK, EARLY,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _quantizing(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    normed = _normed(
+    normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
         stride, embed, eps, parts, BIAS, BLOCK, False,
     ).to(tl.float32)  # fmt: skip

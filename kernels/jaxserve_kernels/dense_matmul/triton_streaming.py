@@ -34,7 +34,7 @@ _MOST_RESIDENT = 4
 
 
 @gluon.jit
-def _accumulate(
+def accumulate(
     x_ptr, w_ptr, row, start,
     tokens: gl.constexpr, k: gl.constexpr, steps: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
@@ -105,7 +105,7 @@ def _linear(
     if n % ROWS:
         row = gl.minimum(row, n - 1)
     steps: gl.constexpr = k // DEPTH // SPLITS
-    acc = _accumulate(
+    acc = accumulate(
         x_ptr, w_ptr, row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES,
         EARLY, NEXT_FIRST, copy, acc_layout,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def _gated(
     first = gl.program_id(0) * half
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, copy))
     row = first + lane % half + (lane // half) * n
-    acc = _accumulate(
+    acc = accumulate(
         x_ptr, w_ptr, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES,
         EARLY, NEXT_FIRST, copy, acc_layout,
     )  # fmt: skip

@@ -20,6 +20,8 @@ class Limits(NamedTuple):
 
     most_parts_tokens: int
     hopper_tokens: int
+    few_tokens: int
+    few_resident: int
 
 
 def limits_of(target: Target) -> Limits:
@@ -38,8 +40,8 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 4
     ahead: int = 0
-    """So many programs for each multiprocessor ask for codes while earlier kernels run: of both
-    products or of neither, with PDL."""
+    """So many programs for each multiprocessor have codes brought to the L2 cache while earlier
+    kernels run (PDL). Those of gate and up guess their experts, those of down know them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,21 +112,43 @@ def _launch(
     if tuned is not None:
         return Launch(**tuned)
     experts, rows, depth = shape
-    refusal = _unlike(rows, depth, inputs, weight)
+    refusal = unlike(rows, depth, inputs, weight)
     if refusal is not None:
         return refusal
     each = -(-ids.size // experts)  # tokens of an expert, if all had as many
     tokens = 16 if each <= 8 else 32 if each <= 20 else 64 if each <= 48 else 128
     if weight.operand is not None:
         tokens = min(tokens, 64)
+    tall = each > 48 or _is_tall(weight, ids, target)
     launch = Launch(
-        rows=128 if each > 48 else 64,
+        rows=128 if tall else 64,
         tokens=tokens,
         depth=_depth(depth, tokens, weight),
-        num_warps=8 if each > 48 else 4,
+        num_warps=8 if tall and tokens > 32 else 4,
+        ahead=_ahead(name, experts, ids, weight),
     )
     most = 4 if ids.shape[0] > 1 else 6 if weight.operand is None else 8
     return replace(launch, num_stages=_stages(launch, most, weight, target))
+
+
+_FEW = 8
+"""Tokens up to which a layer's time is that of its launches."""
+_AHEAD = 4
+
+
+def _is_tall(weight: Stacked, ids: Array, target: Target) -> bool:
+    """Whether programs take 128 rows: of 4-bit codes, whose unpacking takes as long as reading
+    them. In a step of a thread's 64 codes 280 / 2 instructions of int4 are left of 181, and 468 / 2
+    of 294 of MXFP4, as ptxas makes them for an H100."""
+    four_bits = weight.operand is not None and weight.operand.bits == 4
+    return four_bits and ids.shape[0] > _FEW and target.runs_hopper_kernels()
+
+
+def _ahead(name: str, experts: int, ids: Array, weight: Stacked) -> int:
+    """Of gate and up, if nearly every expert has a token: 86 % of them with two pairs for each."""
+    if weight.operand is None or ids.shape[0] <= _FEW:
+        return 0
+    return _AHEAD if name == "down" or ids.size >= 2 * experts else 0
 
 
 def _depth(depth: int, tokens: int, weight: Stacked) -> int:
@@ -141,7 +165,7 @@ def _stages(launch: Launch, most: int, weight: Stacked, target: Target) -> int:
     return max(2, min(most, target.gpu.shared_memory_per_block // stage))
 
 
-def _unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | None:
+def unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | None:
     """Why no kernel takes a weight of so many rows and inputs, of which tokens have `inputs`."""
     if rows % 64:
         return Refusal("not whole tiles of 64 rows")

@@ -170,19 +170,20 @@ def _gate_up(
     BIAS: tl.constexpr, ONE: tl.constexpr, EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, WARPS: tl.constexpr, UNPACK: tl.constexpr = None,
+    AHEAD: tl.constexpr, WARPS: tl.constexpr, LATE: tl.constexpr, UNPACK: tl.constexpr = None,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Pair after pair as they lie together: activation(gate) * up, [pairs, n].
 
     A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange.
+    LATE: the next kernel reads the lists before it waits for this one.
     """
     half: tl.constexpr = ROWS // 2
     lane = tl.arange(0, ROWS)
     out_row = tl.program_id(0) * half + tl.arange(0, half)
     row = _within(tl.program_id(0) * half + lane % half, n, half) + (lane // half) * n
     if EARLY:
-        if AHEAD:
+        if AHEAD > 0:
             first = tl.program_id(1)
             if (first * tl.num_programs(0) + tl.program_id(0) < AHEAD) & (first < experts):
                 for part in tl.static_range(2):
@@ -190,6 +191,7 @@ def _gate_up(
                         packed_ptr, first, tl.program_id(0) * half + part * n, n + part * n, half,
                         packed_size, k, KIND, _GATE_UP_AHEAD, WARPS,
                     )  # fmt: skip
+        if LATE:
             gdc_wait()
             gdc_launch_dependents()
         else:
@@ -238,7 +240,7 @@ def _down(
         if AHEAD == 0:
             gdc_wait()
     expert, begin, end = block_of(early_ids_ptr, early_ends_ptr, experts, ONE, TOKENS, EXPERTS)
-    if EARLY and AHEAD:
+    if EARLY and AHEAD > 0:
         at = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if (at < AHEAD) & (expert < experts):
             _ask_for_rows(
@@ -283,9 +285,6 @@ def experts(
     order, ends = ids, ids
     if tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
-    # A kernel for down that knows its experts early needs one for gate and up that starts it late.
-    each = 0 if isinstance(w.gate_up, Array) else min(config.gate_up.ahead, config.down.ahead)
-    ahead = each * target.gpu.multiprocessors
     hidden = triton_call(
         x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
         kernel=_gate_up,
@@ -293,7 +292,8 @@ def experts(
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, ahead),
+        LATE=config.down.ahead > 0,
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, target),
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
@@ -302,7 +302,7 @@ def experts(
         name=f"experts_down{_suffix(w.down)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.shape[1], tokens, embed), dtype),
-        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, ahead),
+        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, target),
     )  # fmt: skip
     return parts if config.parts else parts.astype(jnp.float32).sum(0).astype(dtype)[None]
 
@@ -324,10 +324,9 @@ def _launch(
     ids: Array,
     x: Array,
     n: int,
-    ahead: int,
+    target: Target,
 ) -> dict[str, Any]:
-    """What both products are launched with. n: of the result; ahead: programs that ask for codes
-    before they can begin."""
+    """What both products are launched with. n: of the result."""
     experts, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
@@ -343,5 +342,6 @@ def _launch(
         "BIAS": bias is not None, "ONE": ids.shape[0] == 1,
         "EXPERTS": triton.next_power_of_2(experts),
         "TOKENS": launch.tokens, "ROWS": launch.rows, "DEPTH": launch.depth,
-        "STAGES": launch.num_stages, "AHEAD": ahead, "WARPS": launch.num_warps,
+        "STAGES": launch.num_stages, "WARPS": launch.num_warps,
+        "AHEAD": 0 if found.operand is None else launch.ahead * target.gpu.multiprocessors,
     }  # fmt: skip

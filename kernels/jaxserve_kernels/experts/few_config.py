@@ -1,0 +1,73 @@
+"""For which tokens and weights a router and its experts are three kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.experts.config import limits_of, unlike
+from jaxserve_kernels.experts.types import ExpertWeights, stacked
+from jaxserve_kernels.op import NO_KERNELS, NOT_PDL, Refusal
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.weights import is_quantized
+
+
+def scoring_refuses(
+    x: Array, update: Array | None, router: Array, *, target: Target
+) -> Refusal | None:
+    """Whether the norm of x [tokens, embed] and the router's product are one kernel."""
+    if update is None:
+        return Refusal("there is nothing to add")
+    return _unlike_a_decode_step(x, target) or (
+        None if router.dtype == x.dtype else Refusal("a router of another dtype")
+    )
+
+
+def refuses(
+    x: Array, scores: Array, w: ExpertWeights, shared: ExpertWeights | None, *, target: Target
+) -> Refusal | None:
+    """Whether programs find the experts of x [tokens, embed] themselves."""
+    refusal = _unlike_a_decode_step(x, target)
+    if refusal is not None:
+        return refusal
+    if scores.shape[0] > 1:
+        return Refusal("scores in parts")
+    if shared is not None and w.gate_up_bias is not None:
+        return Refusal("a shared expert beside experts with biases")
+    for name, inputs in (("gate_up", x.shape[1]), ("down", w.width)):
+        weight: Any = getattr(w, name)
+        found = stacked(weight)
+        if found is None:
+            return Refusal(f"no kernel knows the codes of {name}")
+        _, rows, depth = weight.shape
+        refusal = unlike(rows, depth, inputs, found)
+        if refusal is not None:
+            return refusal
+        if shared is not None and not _alike(weight, getattr(shared, name)):
+            return Refusal("a shared expert unlike the others")
+    return None
+
+
+def _unlike_a_decode_step(x: Array, target: Target) -> Refusal | None:
+    if not target.uses_triton():
+        return NO_KERNELS
+    if not target.pdl:
+        return NOT_PDL
+    most = limits_of(target).few_tokens
+    if x.shape[0] > most:
+        return Refusal(f"more than {most} tokens")
+    return None if x.dtype == jnp.bfloat16 else Refusal("not in bfloat16")
+
+
+def _alike(stack: Any, one: Any) -> bool:
+    """Whether a weight is stored as each of a stack is."""
+    if type(stack) is not type(one) or stack.shape[1:] != one.shape:
+        return False
+    if is_quantized(one) and (one.reordered is not None or one.operand is None):
+        return False
+    shapes = [[each.shape for each in jax.tree.leaves(tree)] for tree in (stack, one)]
+    dtypes = [[each.dtype for each in jax.tree.leaves(tree)] for tree in (stack, one)]
+    return [shape[1:] for shape in shapes[0]] == shapes[1] and dtypes[0] == dtypes[1]

@@ -1,0 +1,168 @@
+"""A layer's router and its experts together: picks the implementations.
+
+Of few tokens, with programmatic dependent launch, they are three kernels. Else they are the
+operations that these are made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.experts.api import experts, route
+from jaxserve_kernels.experts.few_config import refuses, scoring_refuses
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
+from jaxserve_kernels.matmul import as_read, gated_linear, linear
+from jaxserve_kernels.op import Implementation, Op, anything
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain
+from jaxserve_kernels.shared_expert import add_shared_expert
+from jaxserve_kernels.target import Target
+
+
+def norm_and_score(
+    x: Array,
+    update: Array | None,
+    weight: Array,
+    eps: float,
+    router: Array,
+    *,
+    bias: Array | None = None,
+    target: Target,
+) -> tuple[Array, Array, Array]:
+    """`add_rms_norm`, and the product of the tokens that it gives with router [rows, embed].
+
+    Returns:
+      x and the normed tokens, both [tokens, embed]; and float32 [parts, tokens, rows], partial sums
+      as of `matmul.linear`.
+    """
+    return _SCORE(x, update, weight, router, bias, eps=eps, target=target)
+
+
+def routed_experts(
+    x: Array,
+    scores: Array,
+    routing: Routing,
+    w: ExpertWeights,
+    *,
+    bias: Array | None = None,
+    shared: ExpertWeights | None = None,
+    activation: ExpertActivation = "silu",
+    target: Target,
+) -> Array:
+    """`experts` of tokens that `route` routes by their scores, and their shared expert.
+
+    Args:
+      x: [tokens, embed].
+      scores: float32 [parts, tokens, rows], of `norm_and_score`.
+      bias: [experts], the router's.
+      shared: of the expert that every token has, without an axis of experts: `add_shared_expert`.
+        The score after the experts' is its own.
+
+    Returns:
+      Partial sums [parts, tokens, embed], in float32 or x's dtype.
+    """
+    if shared is not None:
+        shared = as_read(shared, x.shape[0], target=target)
+    args = x, scores, w, bias, shared
+    return _EXPERTS(*args, routing=routing, activation=activation, target=target)
+
+
+def _configure_score(
+    x: Array,
+    update: Array | None,
+    _weight: Array,
+    router: Array,
+    *_: Any,
+    target: Target,
+    **__: Any,
+) -> Any:
+    return scoring_refuses(x, update, router, target=target)
+
+
+def _score(_: None, *args: Any, **options: Any) -> Any:
+    from jaxserve_kernels.experts import triton_score  # needs Triton: only for GPUs
+
+    return triton_score.norm_and_score(*args, **options)
+
+
+def _score_apart(
+    _: None,
+    x: Array,
+    update: Array | None,
+    weight: Array,
+    router: Array,
+    bias: Array | None,
+    *,
+    eps: float,
+    target: Target,
+) -> tuple[Array, Array, Array]:
+    x, normed = add_rms_norm(x, update, weight, eps, bias=bias, target=target)
+    normed = plain(normed)
+    return x, normed, linear(normed, router, jnp.float32, target=target)
+
+
+def _configure_experts(
+    x: Array,
+    scores: Array,
+    w: ExpertWeights,
+    _bias: Array | None,
+    shared: ExpertWeights | None,
+    *,
+    target: Target,
+    **_: Any,
+) -> Any:
+    return refuses(x, scores, w, shared, target=target)
+
+
+def _few(_: None, *args: Any, **options: Any) -> Array:
+    from jaxserve_kernels.experts import triton_few  # needs Triton: only for GPUs
+
+    return triton_few.experts(*args, **options)
+
+
+def _apart(
+    _: None,
+    x: Array,
+    scores: Array,
+    w: ExpertWeights,
+    bias: Array | None,
+    shared: ExpertWeights | None,
+    *,
+    routing: Routing,
+    activation: ExpertActivation,
+    target: Target,
+) -> Array:
+    ids, weights = route(scores, routing, bias, target=target)
+    update = experts(x, ids, weights, w, activation=activation, target=target)
+    if shared is None:
+        return update
+    assert activation != "swiglu_oss"
+    gated = gated_linear(x, shared.gate_up, activation=activation, target=target)
+    every = linear(gated, shared.down, target=target)
+    own = update, every, scores
+    return add_shared_expert(*own, column=routing.num_experts, dtype=x.dtype, target=target)
+
+
+_SCORE = Op(
+    name="norm_and_score",
+    implementations=(
+        Implementation(name="triton", configure=_configure_score, run=_score),
+        Implementation(name="apart", configure=anything, run=_score_apart, kernels=False),
+    ),
+    describe=lambda x, _update, _weight, router, *_, **__: (
+        f"tokens of {x.shape[-1]}, {router.shape[0]} rows"
+    ),
+)
+_EXPERTS = Op(
+    name="routed_experts",
+    implementations=(
+        Implementation(name="triton", configure=_configure_experts, run=_few),
+        Implementation(name="apart", configure=anything, run=_apart, kernels=False),
+    ),
+    describe=lambda x, _scores, w, *_, **__: (
+        f"{w.gate_up.shape[0]} experts of {x.shape[-1]} x {w.width}"
+    ),
+)

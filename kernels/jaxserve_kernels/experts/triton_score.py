@@ -1,0 +1,72 @@
+"""Residual add, RMSNorm and a router's product with it as one kernel of a launch chain (PDL).
+
+Each of a token's programs normalises it, and has some rows of the router before the token is there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from jaxserve_kernels.add_rms_norm.triton import add_and_norm
+from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_call import triton_call
+
+_AT_ONCE = 16_384
+"""Elements of the router that a program has in its registers."""
+
+
+@triton.jit
+def _norm_and_score(
+    x_ptr, update_ptr, weight_ptr, bias_ptr, w_ptr, total_ptr, out_ptr, scores_ptr,
+    n: tl.constexpr, stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr,
+    parts: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """A program scores a token with some rows of the router. All write the same sum, and the first
+    one its norm."""
+    column = tl.arange(0, BLOCK)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = (row < n)[:, None] & (column < embed)[None, :]
+    w = tl.load(w_ptr + row[:, None] * embed + column[None, :], mask=there, other=0.0)
+    first = tl.program_id(1) == 0
+    token = add_and_norm(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+        stride, embed, eps, parts, BIAS, BLOCK, EARLY,
+    )  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    tl.store(out_ptr + at * embed + column, token, mask=(column < embed) & first)
+    scores = tl.sum(w.to(tl.float32) * token.to(tl.float32)[None, :], axis=1)
+    tl.store(scores_ptr + at * n + row, scores, mask=row < n)
+
+
+def norm_and_score(
+    x: Array,
+    update: Array,
+    weight: Array,
+    router: Array,
+    bias: Array | None,
+    *,
+    eps: float,
+    target: Target,
+) -> tuple[Array, Array, Array]:
+    """See `routed.norm_and_score`: scores are one part."""
+    tokens, embed = x.shape
+    n = router.shape[0]
+    block = triton.next_power_of_2(embed)
+    rows = max(1, _AT_ONCE // block)
+    row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return triton_call(
+        x, update, weight, weight if bias is None else bias, router,
+        kernel=_norm_and_score,
+        name="norm_and_score",
+        target=target,
+        out_type=(row, row, jax.ShapeDtypeStruct((1, tokens, n), jnp.float32)),
+        grid=(tokens, triton.cdiv(n, rows)),
+        num_warps=8,
+        n=n, stride=tokens * embed, embed=embed, eps=eps, parts=update.shape[0],
+        BIAS=bias is not None, BLOCK=block, ROWS=rows,
+    )  # fmt: skip

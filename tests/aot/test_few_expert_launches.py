@@ -1,0 +1,89 @@
+"""Kernels of few tokens' router and experts, as ptxas makes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.aot.compiled_steps import missing
+
+if lacking := missing():
+    pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
+
+from jaxserve_kernels import pdl, ptxas
+from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
+from jaxserve_kernels.pdl import plan
+from jaxserve_kernels.pdl.describe import describe
+from jaxserve_kernels.target import Target
+from tests.aot.test_expert_launches import FORMATS, GPT_OSS, QWEN, abstract, mixture
+from tests.aot.test_few_tokens import disassembled
+
+QWEN_3_5 = (256, 8, 2048, 512)
+"""Of Qwen3.5-35B-A3B, with a shared expert."""
+TARGET = Target.for_gpu(90)
+
+
+def launches_of(sizes: Any, name: str, tokens: int, target: Target = TARGET) -> Any:
+    """A layer's router and experts as a chain."""
+    count, _, embed, width = sizes
+    oss = sizes == GPT_OSS
+    routing, w = mixture(sizes, name, biases=oss)
+    shared = None
+    if sizes == QWEN_3_5:
+        one = (abstract((2 * width, embed)), abstract((embed, width)))
+        shared = ExpertWeights(*(jax.eval_shape(FORMATS[name], each) for each in one))
+    args = (
+        abstract((tokens, embed)), abstract((8, tokens, embed), jnp.float32), abstract((embed,)),
+        abstract((count + (shared is not None), embed)), w, abstract((count,)) if oss else None,
+        shared,
+    )  # fmt: skip
+
+    def call(*args: Any, target: Target) -> Any:
+        return layer(routing, *args, oss=oss, target=target)
+
+    traced = jax.jit(lambda *args: pdl.call(call, *args, target=target)).trace(*args)
+    (chain,) = traced.jaxpr.eqns
+    return [describe(each.equation) for each in plan.make(chain.params["jaxpr"]).calls]
+
+
+def layer(
+    routing: Routing, x: Any, parts: Any, norm: Any, router: Any, w: Any, bias: Any, shared: Any,
+    *, oss: bool, target: Target,
+) -> Any:  # fmt: skip
+    given = x, parts, norm, 1e-6, router
+    x, *own = norm_and_score(*given, bias=norm if oss else None, target=target)
+    activation = "swiglu_oss" if oss else "silu"
+    normed, scores = own
+    return x, routed_experts(
+        *(normed, scores, routing, w),
+        bias=bias, shared=shared, activation=activation, target=target,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "name", "tokens"), [
+    (QWEN, "bf16", 1), (QWEN, "int4", 8), (QWEN, "fp8", 1), (GPT_OSS, "mxfp4", 1),
+    (GPT_OSS, "mxfp4", 8), (GPT_OSS, "bf16", 2), (QWEN_3_5, "bf16", 1), (QWEN_3_5, "fp8", 8),
+])  # fmt: skip
+def test_three_kernels_of_which_the_last_reads_early(
+    sizes: Any, name: str, tokens: int, tmp_path: Path
+) -> None:
+    """Down finds its expert and asks for the weights before it waits: of one token, a warp for
+    itself. Rings leave room for another program."""
+    found = launches_of(sizes, name, tokens)
+    assert [each.code.name for each in found] == ["_norm_and_score", "_gate_up", "_down"]
+    cubins = [ptxas.assemble(each.code.ptx, 90) for each in found]
+    assert all(cubins)
+    for each in found[1:]:
+        assert 2 * (each.code.shared_bytes + 1024) <= TARGET.gpu.shared_memory
+    for cubin in cubins[1:]:
+        (tmp_path / "kernel.cubin").write_bytes(cubin or b"")
+        before, after = disassembled(tmp_path).split("ACQBULK", 1)
+        assert "LDGSTS.E.BYPASS.128" in after
+        assert len(re.findall(r"\bSTL\b", before + after)) <= 2, "registers are spilled"
+    assert "LDGSTS.E.BYPASS.128" in before and "REDUX" in before
+    assert tokens > 1 or sizes == QWEN_3_5 or "SHFL" not in before
