@@ -48,7 +48,7 @@ class PagedGroup:
         """Returns the most pages that a sequence of `tokens` tokens holds at one time.
 
         Args:
-            step_tokens: the most positions that one step computes.
+          step_tokens: the most positions that one step computes.
         """
         pages = -(-tokens // page_size)
         if self.window is None:

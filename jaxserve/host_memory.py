@@ -14,7 +14,7 @@ def available(root: Path = Path("/")) -> int:
     memory, reclaimable file cache included, or less if a cgroup limits this process.
 
     Args:
-        root: the folder that contains `proc` and `sys`.
+      root: the folder that contains `proc` and `sys`.
     """
     return max(0, min([_of_machine(root / "proc/meminfo"), *_of_cgroups(root)]))
 

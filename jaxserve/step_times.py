@@ -68,9 +68,9 @@ class StepTimes:
         """Returns the seconds of a mixed step.
 
         Args:
-            tokens: all tokens of the step.
+          tokens: all tokens of the step.
           rows: decode rows among them.
-            context: tokens of context of all decode rows together.
+          context: tokens of context of all decode rows together.
           pairs: sum over the chunks of tokens computed times tokens before the chunk.
           depth: the most tokens before any chunk.
         """

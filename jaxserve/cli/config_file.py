@@ -15,7 +15,7 @@ def with_config_file(argv: list[str]) -> list[str]:
     `flags_of` says how keys and values become flags.
 
     Raises:
-        ValueError: the file cannot be read or holds no flags; the message is one line.
+      ValueError: the file cannot be read or holds no flags; the message is one line.
     """
     path, rest = _split(argv)
     if path is None:

@@ -170,7 +170,7 @@ def parse_args(argv: list[str], command: str | None = None, defaults: str = "") 
     `precompile` takes all flags of serving. `convert` takes only the flags that change its result.
 
     Args:
-        defaults: the value of FLAGS_VARIABLE; `convert` ignores it.
+      defaults: the value of FLAGS_VARIABLE; `convert` ignores it.
     """
     if command == "convert":
         others = vars(_parser(None).parse_args([]))

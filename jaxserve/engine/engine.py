@@ -66,7 +66,7 @@ class AsyncEngine[P]:
         Args:
           build: runs on the engine thread; loads weights and compiles the buckets.
           limits: limits known before start-up; the context may turn out to be shorter.
-            metrics: counts steps, tokens and requests.
+          metrics: counts steps, tokens and requests.
         """
         self._build = build
         self._limits = limits

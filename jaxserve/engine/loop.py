@@ -65,7 +65,7 @@ class WeightStore(Protocol):
         that switches to them; call it between two steps.
 
         Raises:
-            WeightsRefused: the weights cannot be loaded or do not fit.
+          WeightsRefused: the weights cannot be loaded or do not fit.
         """
         ...
 
