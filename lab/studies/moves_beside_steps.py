@@ -1,12 +1,12 @@
-"""What moves of pages cost a decode step: launches, waits and steps apart.
+"""Measures what page moves cost a decode step: launches, waits and steps separately.
 
     python -m lab.studies.moves_beside_steps --out moves.json
 
-Qwen3-4B's shape, random weights, 16 rows. Before each step as many pages come from the load ring as
-a case says, as beside restores from host memory. Nothing is copied from the host, so what differs
-from the step alone is the moves' own. In a second round eight chunks are always on their way to a
-ring, as beside real restores. Half a minute on a GPU. With --layers 2 --kv-gib 0.6 --context 300
-a CPU shows that it works.
+It uses Qwen3-4B's shape with random weights and 16 rows. Before each step, pages move from the load
+ring to the cache, as many as the case says, like restores from host memory. Nothing is copied from
+the host, so any difference from a step alone comes from the moves. In a second round, eight chunks
+are always in flight to a ring, as with real restores. This takes half a minute on a GPU. With
+--layers 2 --kv-gib 0.6 --context 300 a CPU shows that it works.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from jaxserve.runner.runner import Runner
 
 ROWS, WARM = 16, 12
 CASES: tuple[tuple[int, ...], ...] = ((), (16,), (8,), (1,), (16, 1))
-"""Pages of each launch before a step."""
+"""Pages in each launch before a step, by case."""
 SLOTS, PAGES = 64, 40
-"""Of the load ring, and those that are written over and over."""
+"""Slots of the load ring, and the pages that are overwritten again and again."""
 RING_BYTES = 9 << 20
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     args = parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)
     made, config, params = make_runner(NAMED_MODELS[args.model], args)
-    del made  # it has no rings
+    del made  # it was planned without rings
     config = replace(config, rings=Rings(store=32, load=SLOTS))
     runner = Runner(config, params, Metrics("study"))
     runner.compile(8, lambda phase, done: None)
@@ -98,14 +98,14 @@ def measure(
 
 
 def moves(page: int, begin: int, count: int) -> tuple[PageMove, ...]:
-    """Slots in turn, to pages that no sequence has."""
+    """Returns moves from slots in turn to pages that no sequence has."""
     numbers = itertools.islice(itertools.count(begin), count)
     return tuple(PageMove(page + each % PAGES, each % SLOTS, 0) for each in numbers)
 
 
 @contextmanager
 def copies() -> Generator[None]:
-    """Pages go from the host to a ring all the while."""
+    """Copies pages from the host to a ring during the block."""
     cuda = CudaContext(jax.devices()[0].local_hardware_id)
     slab = HostSlab(SLOTS, RING_BYTES, cuda=cuda)
     rings = [jax.jit(lambda: jnp.zeros((SLOTS, RING_BYTES), jnp.uint8))() for _ in range(2)]
