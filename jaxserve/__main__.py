@@ -1,4 +1,4 @@
-"""The command line: `python -m jaxserve`. The one place that wires concrete parts together."""
+"""The command line, `python -m jaxserve`: picks the command and starts it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxserve.startup import gpu_driver, heap, standard_streams
 from jaxserve.startup.timeline import Timeline
 
 _INTERRUPTED = 128 + signal.SIGINT
-"""The exit status of a command that Ctrl-C ended, as a shell has it."""
+"""The exit status of a command that Ctrl-C ended, by the convention of shells."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server, or the command that the first word names; returns the exit status."""
+    """Runs the server, or the command that the first word names. Returns the exit status."""
     standard_streams.open_closed_ones()
     argv = sys.argv[1:] if argv is None else argv
     _take_sigterm()
@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _take_sigterm() -> None:
-    """A container's first process is not ended by signals that it does not handle; the server
-    handles this one later."""
+    """Makes SIGTERM end the first process of a container. The kernel ignores signals that process 1
+    does not handle. The server installs its own handler later."""
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 

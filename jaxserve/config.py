@@ -1,4 +1,4 @@
-"""Settings: frozen, checked where they are made, passed down; no environment reads, no I/O."""
+"""Settings: frozen, checked at construction, and passed down. No environment reads, no I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve_kernels.kv_format_names import KV_FORMATS
 
 
 class ConfigError(ValueError):
-    """A setting or a model configuration that cannot work; the message says what to change."""
+    """A setting or a model configuration that cannot work. The message says what to change."""
 
 
 KV_CACHE_DTYPES = tuple(KV_FORMATS)
@@ -26,12 +26,13 @@ KV_CACHE_DTYPES = tuple(KV_FORMATS)
 class PagedGroup:
     """The pages of one cache group (`ModelSpec.cache_groups`).
 
-    Page 0 is the padding page: written by padding, never given out.
+    Page 0 is the padding page. Padding writes to it, and it is never allocated.
     """
 
     num_pages: int
     window: int | None = None
-    """Keys that a query sees, its own among them; None: all. Pages wholly behind it are freed."""
+    """Keys that a query sees, its own included; None: all keys. Pages entirely before the window
+    are freed."""
 
     def __post_init__(self) -> None:
         if self.num_pages < 2:
@@ -44,19 +45,19 @@ class PagedGroup:
         return self.num_pages - 1
 
     def pages_of(self, tokens: int, page_size: int, step_tokens: int = 1) -> int:
-        """Returns the most pages that a sequence of `tokens` tokens holds at a time.
+        """Returns the most pages that a sequence of `tokens` tokens holds at one time.
 
         Args:
-          step_tokens: positions that one step may compute.
+          step_tokens: the most positions that one step computes.
         """
         pages = -(-tokens // page_size)
         if self.window is None:
             return pages
-        seen = self.window - 1 + step_tokens  # they may begin at the end of a page
+        seen = self.window - 1 + step_tokens  # the first may be the last position of a page
         return min(pages, -(-(seen - 1) // page_size) + 1)
 
     def longest(self, page_size: int) -> int:
-        """Returns the most tokens that a sequence with all pages may have computed."""
+        """Returns the most tokens that a sequence may compute if it holds all pages."""
         if self.window is not None and self.usable_pages >= self.pages_of(sys.maxsize, page_size):
             return sys.maxsize
         return self.usable_pages * page_size
@@ -64,32 +65,34 @@ class PagedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache: groups of layers, each with pages of its own. All pages have the same
-    number of tokens, and a sequence has a page table for each group."""
+    """The paged KV cache. Layers form groups, and each group has its own pages. All pages hold the
+    same number of tokens. A sequence has one page table per group."""
 
     num_pages: int
-    """Of the first group."""
+    """Pages of the first group."""
     window: int | None = None
-    """Of the first group, see `PagedGroup.window`."""
+    """The window of the first group, see `PagedGroup.window`."""
     further: tuple[PagedGroup, ...] = ()
     """The groups after the first, in the order of `ModelSpec.cache_groups`."""
     page_size: int = 16
     identity: str = ""
-    """What keys and values depend on beside tokens and positions: the model and their format."""
+    """Names the model and the KV format: keys and values depend on both, besides tokens and
+    positions."""
     own_tokens: int = 0
-    """At its beginning, in whole pages, that each sequence computes itself, found in the prefix
-    cache or not: the format keeps them for each slot as well."""
+    """The first tokens of a sequence, in whole pages, that it always computes itself, even on a
+    prefix cache hit. The KV format stores them per slot, outside the pages."""
     snapshots: int = 0
-    """Of the state of recurrent layers at ends of pages, without which a model that has some finds
-    no prefix."""
+    """Snapshots of recurrent state that fit, each taken at the end of a page. A model with
+    recurrent layers needs them for prefix cache hits."""
     snapshot_stride: int = 1024
-    """Tokens of a prompt between two of them, in whole pages and blocks."""
+    """Tokens of a prompt between two snapshots: a multiple of the page size and of
+    `state_block`."""
     state_block: int = 1
-    """Tokens of a prompt that recurrent layers compute at once, from each multiple on. A power of
-    two; 1 without such layers."""
+    """Tokens of a prompt that recurrent layers compute together. Blocks begin at multiples of this
+    number. It is a power of two; 1 without recurrent layers."""
 
     def __post_init__(self) -> None:
-        _ = self.groups  # checks them
+        _ = self.groups  # constructing the groups checks them
         if self.snapshots and self.snapshot_stride % max(self.page_size, self.state_block):
             raise ConfigError(
                 f"snapshots every {self.snapshot_stride} tokens are not at ends of pages of "
@@ -120,38 +123,39 @@ class CacheConfig:
 
     @property
     def usable_tokens(self) -> int:
-        """Tokens that the cache holds for all sequences together. Groups with a window count only
-        if there are no others: of long sequences they hold a part."""
+        """The tokens that the cache holds for all sequences together. Groups with a window count
+        only if every group has one, because they hold only a part of a long sequence."""
         full = [group for group in self.groups if group.window is None]
         return min(group.usable_pages for group in full or self.groups) * self.page_size
 
     @property
     def longest(self) -> int:
-        """The most tokens that one sequence may have computed."""
+        """The most tokens that one sequence may compute."""
         return min(group.longest(self.page_size) for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTierConfig:
-    """A tier of the prefix cache in the host's memory, which takes what the device evicts."""
+    """A tier of the prefix cache in host memory. It stores the pages that the device evicts."""
 
     slots: int
-    """Pages that it holds, of any group."""
+    """Pages that the tier holds, of any group."""
     page_bytes: tuple[int, ...]
-    """Of each cache group; then of a piece of recurrent state, if there are some."""
+    """Bytes of one page of each cache group; the last entry is a piece of recurrent state, if the
+    model has recurrent layers."""
     state_pieces: int = 0
-    """Of a snapshot of recurrent state, which move as pages of one more group."""
+    """Pieces per snapshot of recurrent state. Pieces move like the pages of one more group."""
     store_ring: int
-    """Pages of each group that may be on their way to the host, see `plan.PageMoves`."""
+    """Pages of each group that can be in flight to the host, see `plan.PageMoves`."""
     load_ring: int
-    """The same for pages that come back."""
+    """Pages of each group that can be in flight back to the device."""
     lookahead: int
-    """Free pages of each group, of those that are allocated next, that the host should have before
-    that: one long prompt evicts more at once than the store ring holds."""
+    """The tier stores this many of the next free pages of each group before they are evicted. One
+    long prompt evicts more pages at once than the store ring holds."""
     expected_rate: float = 2e10
-    """Bytes per second of loads, until they have been measured."""
+    """Bytes per second from host to device, used until loads have been measured."""
     expected_disk_rate: float = 2e9
-    """The same from disk into the host's memory."""
+    """Bytes per second from disk to host memory, used until reads have been measured."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "store_ring", "load_ring"):
@@ -171,15 +175,17 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_queued: int = 1024
     prefix_caching: bool = True
-    """Sequences share the pages of equal prefixes."""
+    """Sequences with equal prefixes share pages."""
     policy: str = "fcfs"
     """One of POLICIES."""
     ttft_slo: float | None = None
-    """Seconds to the first token that requests without a deadline of their own have, if any."""
+    """Default deadline of the first token in seconds, for requests that set none; None: no
+    deadline."""
     max_itl: float = 0.05
     """Seconds that a step with a prefill chunk may take while sequences decode."""
     max_chunk_context: int | None = None
-    """Tokens, in whole pages, that the chunks of one step may see together; None: any number."""
+    """The most tokens, in whole pages, that all chunks of one step may attend to; None: no
+    limit."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "max_queued"):
@@ -206,14 +212,14 @@ VERIFY_POSITIONS = (2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Static shapes that are compiled: rows of a decode step, tokens of a mixed step, and rows and
-    positions per row of a verify step (`jaxserve.plan`)."""
+    """The static shapes that are compiled: rows of decode steps, tokens of mixed steps, and (rows,
+    positions per row) of verify steps. See `jaxserve.plan`."""
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
     verify: tuple[tuple[int, int], ...] = ()
-    """The positions are among VERIFY_POSITIONS. None: no plan verifies, and steps carry nothing
-    for it."""
+    """Positions are one of VERIFY_POSITIONS. Empty: steps never verify drafts, and their programs
+    have no inputs for it."""
 
     def __post_init__(self) -> None:
         for name, sizes in (("decode", self.decode), ("prefill", self.prefill)):
@@ -230,8 +236,11 @@ class Buckets:
 
 
 def number(config: Mapping[str, Any], key: str, default: float, file: str = "config.json") -> float:
-    """`default` where the file has none, or null. ConfigError: it has something else, infinity and
-    NaN included, which JSON of Python's has."""
+    """Returns the number at `key`, or `default` if the file lacks the key or has null.
+
+    Raises:
+      ConfigError: the value is not a finite number. Python's JSON parser accepts Infinity and NaN.
+    """
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         raise ConfigError(f"{file}: {key} is {value!r}, which is not a number")
@@ -244,7 +253,7 @@ def number(config: Mapping[str, Any], key: str, default: float, file: str = "con
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """What an unset sampling field means for this model (`generation_config.json`)."""
+    """Default sampling parameters of the model, from its `generation_config.json`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -252,9 +261,10 @@ class SamplingDefaults:
 
     @classmethod
     def from_hf(cls, generation: Mapping[str, Any]) -> SamplingDefaults:
-        """Read a `generation_config.json`; `do_sample: false` means greedy.
+        """Reads a `generation_config.json`. `do_sample: false` means greedy sampling.
 
-        ConfigError: a value that is no number, or that a request could not have.
+        Raises:
+          ConfigError: a value is not a number, or is outside the range that requests may use.
         """
         if generation.get("do_sample") is False:
             return cls(temperature=0.0)
@@ -280,83 +290,85 @@ TOOL_CALL_PARSERS = (
     NO_PARSER,
 )
 REASONING_PARSERS = ("deepseek_r1", "mistral", "openai_gptoss", "qwen3", NO_PARSER)
-"""vLLM's names of formats, which are defined in `jaxserve.server.chat_formats`."""
+"""Formats by vLLM's names. `jaxserve.server.chat_formats` implements them."""
 
 TEMPLATE_VARIABLES = frozenset({"enable_thinking", "thinking", "preserve_thinking"})
-"""Names that `chat_template_kwargs` may set."""
+"""Variables that `chat_template_kwargs` may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """The HTTP side."""
+    """Settings of the HTTP server."""
 
     model_names: tuple[str, ...]
-    """Names clients may use; the first one is reported."""
+    """Model names that clients may use. Replies report the first one."""
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
-    """A Unix domain socket to listen on instead."""
+    """A Unix domain socket to listen on instead of host and port."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     chat_template: str | None = None
-    """Jinja for chats; None: the model's own."""
+    """The Jinja chat template; None: the template of the model."""
     template_variables: Mapping[str, Any] = MappingProxyType({})
-    """`chat_template_kwargs` of chats that do not set them."""
+    """Default `chat_template_kwargs`."""
     reasoning_field: str = "both"
-    """Where chats have thoughts: one of REASONING_FIELDS."""
+    """The field of chat replies that holds reasoning: one of REASONING_FIELDS."""
     architecture: str = ""
-    """The model's class in `config.json`; empty: not known."""
+    """The model class in `config.json`; empty: unknown."""
     tool_call_parser: str | None = None
-    """One of TOOL_CALL_PARSERS; None: found from the chat template or the architecture."""
+    """One of TOOL_CALL_PARSERS; None: choose by chat template or architecture."""
     reasoning_parser: str | None = None
-    """One of REASONING_PARSERS; None: found from the chat template or the tokenizer."""
+    """One of REASONING_PARSERS; None: choose by chat template or tokenizer."""
     by_priority: bool = False
-    """The scheduler's policy looks at priorities."""
+    """Whether the scheduling policy uses priorities."""
     isolate_cache_by_key: bool = False
-    """Prefixes and compiled grammars are shared only among requests with the same API key."""
+    """Only requests with the same API key share prefixes and compiled grammars."""
     max_request_bytes: int = 16 * 1024 * 1024
     keep_alive_interval: float = 15.0
-    """Seconds between SSE comments on a stream that waits for its next token."""
+    """Seconds between SSE comments on a stream that is waiting for its next token."""
     stall_timeout: float = 120.0
-    """Seconds without progress of the engine thread after which `/live` is 503."""
+    """`/live` answers 503 after this many seconds without progress of the engine thread."""
     health_means: str = "ready"
-    """What 200 of `/health` says: one of HEALTH_MEANINGS."""
+    """What status 200 of `/health` means: one of HEALTH_MEANINGS."""
     api_key_digests: tuple[bytes, ...] = ()
-    """SHA-256 of the keys that clients may use; none: no key is needed."""
+    """SHA-256 digests of the API keys that clients may use; empty: no key is needed."""
     admin_key_digests: tuple[bytes, ...] = ()
-    """SHA-256 of the keys of administrators; none: their routes do not exist."""
+    """SHA-256 digests of the administrators' keys; empty: the admin routes do not exist."""
     open_metrics: bool = False
     """`/metrics` needs no key."""
     open_render: bool = False
     """The routes that render prompts need no key."""
     trust_gateway: bool = False
-    """The tenant that a gateway names in a header is believed."""
+    """Trust the tenant that a gateway names in a header."""
     objectives: Mapping[str, int] = MappingProxyType({})
-    """Priorities of inference objectives by name, higher first as in llm-d."""
+    """Priorities of inference objectives by name; higher goes first, as in llm-d."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that browsers let use the server; `*`: all."""
+    """Origins of web pages that may use the server (CORS); `*`: all."""
     max_queued_tokens: int | None = None
-    """Prompt tokens that may wait for their first output token before 429; None: any number."""
+    """Prompt tokens of requests without a first output token; above this, requests get 429. None:
+    no limit."""
     request_timeout: float | None = None
-    """Seconds from a request's arrival until it is given up; None: as long as it takes."""
+    """Seconds from a request's arrival until it is cancelled; None: no limit."""
     max_queue_time: float | None = None
-    """Seconds from a request's arrival until its first token must be there; None: any time."""
+    """Seconds from a request's arrival by which its first token must exist; None: no limit."""
     force_include_usage: bool = False
-    """Every stream of chats and completions ends with usage, asked for or not."""
+    """Every stream of chats and completions ends with usage, even if the client did not ask."""
     root_path: str = ""
-    """A path that the routes stand under, too, for a proxy that does not take it away."""
+    """A path prefix that routes also accept, for a proxy that does not strip it."""
     ui: bool = True
     """The pages at `/` and `/ui/engine` are served."""
     header_timeout: float = 75.0
-    """Seconds that a connection may wait for the whole header of its next request."""
+    """Seconds in which a connection must send the complete headers of its next request."""
     write_timeout: float = 60.0
-    """Seconds in which a client has to take a part of what is written to it."""
+    """Seconds in which a client must read some of the data written to it."""
     body_timeout: float = 60.0
-    """Seconds that the body of a request may take to arrive."""
+    """Seconds in which the body of a request must arrive."""
     response_store_bytes: int = 64 * 1024 * 1024
-    """What responses that are kept for later requests may take; 0: none is kept."""
+    """The most bytes of stored responses; 0: none is stored."""
     reasoning_keys: tuple[str, ...] = field(default=(), repr=False)
-    """They seal the thoughts that clients keep; none: one is made at the start."""
+    """Keys that encrypt the reasoning that clients store; empty: the server makes a key at
+    start."""
     kv_event_sources: Mapping[str, Any] = MappingProxyType({})
-    """Where KV cache events are published, by data-parallel rank."""
+    """Endpoints that publish KV cache events, by data-parallel rank."""
     log_requests: bool = False
-    """One log line per request that has ended."""
+    """Write one log line per finished request."""

@@ -1,4 +1,4 @@
-"""How much memory of this machine a process may still allocate."""
+"""The host memory that this process may still allocate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 def available(root: Path = Path("/")) -> int:
-    """Returns the bytes that this process may still allocate: what the machine has free, with the
-    file cache that it would give up, or less if a cgroup of this process has a limit.
+    """Returns the bytes that this process may still allocate. That is the machine's available
+    memory, reclaimable file cache included, or less if a cgroup limits this process.
 
     Args:
-      root: folder in which `proc` and `sys` lie.
+      root: the folder that contains `proc` and `sys`.
     """
     return max(0, min([_of_machine(root / "proc/meminfo"), *_of_cgroups(root)]))
 
@@ -28,10 +28,11 @@ def _of_machine(meminfo: Path) -> int:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    """Yields what each limit on the way up from this process's cgroup leaves; of versions 1 and 2.
+    """Yields the bytes left under each limit from this process's cgroup up to the root. Handles
+    cgroup versions 1 and 2.
 
-    Inside a container the path in /proc is often that of the host, and only the root of what is
-    mounted applies. So folders that do not exist are passed over.
+    In a container, /proc often has the path of the host, and only the mounted root applies. So
+    folders that do not exist are skipped.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -56,7 +57,7 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Returns what the limit of one cgroup leaves; None without a limit."""
+    """Returns the bytes left under the limit of one cgroup; None if it has no limit."""
     try:
         most = (folder / limit).read_text().strip()
         used = int((folder / usage).read_text())

@@ -1,4 +1,4 @@
-"""Log lines: text for people, one JSON object per line for collectors."""
+"""Log formats: text for people, and one JSON object per line for log collectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORMATS = ("text", "json")
 
 
 def configure(level: str, form: str) -> None:
-    """Everything goes to stderr; `form` is one of FORMATS."""
+    """Sends all log records to stderr. `form` is one of FORMATS."""
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else text)
@@ -20,8 +20,8 @@ def configure(level: str, form: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` (UTC), `level`, `logger`, `message`, `exception` if there is one, and what the caller
-    passed as `extra={"fields": ...}`."""
+    """Writes `time` (UTC), `level`, `logger` and `message`; `exception`, if there is one; and the
+    fields that the caller passed as `extra={"fields": ...}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""The shape of a model as data: its layers, what surrounds them, what they keep of a sequence. No
-I/O, no arrays.
+"""The shape of a model as data: its layers, the parts around them, and the state that they keep for
+a sequence. No I/O, no arrays.
 
-`jaxserve.models.registry` makes it of a `config.json`; `jaxserve.models.decoder` runs it.
+`jaxserve.models.registry` builds it from a `config.json`; `jaxserve.models.decoder` runs it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from jaxserve.layer_spec import (
 
 @dataclass(frozen=True, kw_only=True)
 class PagedLayers:
-    """Layers whose keys and values lie in pages with the same page table."""
+    """Layers whose keys and values lie in pages and use the same page table."""
 
     layers: tuple[int, ...]
-    """In their order in the model."""
+    """Layer indices in model order."""
     window: int | None = None
     """See `AttentionSpec.window`."""
 
 
 type CacheGroup = PagedLayers
-"""Layers that keep what they need of a sequence's past in the same way."""
+"""Layers that keep the past of a sequence in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayers:
-    """Recurrent layers: they keep state of a fixed size per sequence."""
+    """Recurrent layers. They keep state of a fixed size per sequence."""
 
     layers: tuple[int, ...]
-    """In their order in the model."""
+    """Layer indices in model order."""
     delta_net: DeltaNetSpec
-    """Of all of them."""
+    """The shape of all these layers."""
 
 
 STATE = -1
-"""In place of a cache group: the state of recurrent layers, which is the last of the caches."""
+"""Marks the state of recurrent layers where a cache group index is expected. State is the last of
+the caches."""
 
 
 class CachePlace(NamedTuple):
@@ -62,17 +63,17 @@ class ModelSpec:
     """A decoder: embedding, layers, a norm, and an output matrix."""
 
     architecture: str
-    """Hugging Face's name of the class: says how tensors are named, and nothing of programs."""
+    """The model class by Hugging Face's name. It decides tensor names, not programs."""
     vocab_size: int
     embed: int
     layers: tuple[LayerSpec, ...]
     norm_eps: float = 1e-6
     max_position: int
-    """The longest context that the model was made for."""
+    """The longest context that the model supports."""
     tie_embeddings: bool
-    """The output matrix is the embedding."""
+    """The output matrix is the embedding matrix."""
     zero_centred_norms: bool = False
-    """Checkpoints hold the weights of norms, but for those inside delta nets, less 1."""
+    """Checkpoints store norm weights minus 1, except for the norms inside delta nets."""
 
     def __post_init__(self) -> None:
         shapes = {
@@ -85,11 +86,13 @@ class ModelSpec:
         if len(shapes) != 1 or len(dense) > 1 or len(blocks) - len(dense) > 1:
             raise ConfigError(
                 f"the model has attention of {len(shapes)} shapes, {len(dense)} kinds of dense "
-                f"feed-forwards and {len(blocks) - len(dense)} kinds of experts; supported is one "
-                "of each"
+                f"feed-forwards and {len(blocks) - len(dense)} kinds of experts; jaxserve supports "
+                "one of each"
             )
         if len({layer.delta_net for layer in self.layers} - {None}) > 1:
-            raise ConfigError("the model's delta nets differ; supported are those of one shape")
+            raise ConfigError(
+                "the model's delta nets differ; jaxserve supports delta nets of one shape"
+            )
 
     @classmethod
     def dense(
@@ -105,7 +108,7 @@ class ModelSpec:
         norm_eps: float = 1e-6,
         tie_embeddings: bool = False,
     ) -> ModelSpec:
-        """A model whose layers are all alike; `ffn` is the width of a SwiGLU, or more than that."""
+        """Returns a model whose layers are all alike. An integer `ffn` is the width of a SwiGLU."""
         feed_forward = FeedForwardSpec(width=ffn) if isinstance(ffn, int) else ffn
         layer = LayerSpec(attention=attention, feed_forward=feed_forward)
         return cls(
@@ -120,30 +123,32 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.layers)
 
     @cached_property
     def attention(self) -> AttentionSpec:
-        """Of the first layer that has attention: sizes are those of all, RoPE and windows are not.
+        """Attention of the first layer that has it. All attention layers have the same sizes, but
+        RoPE and windows may differ.
 
         Raises:
           ConfigError: no layer has attention.
         """
         found = next((layer.attention for layer in self.layers if layer.attention), None)
         if found is None:
-            raise ConfigError("the model has no attention layer; supported are those with some")
+            raise ConfigError("the model has no attention layer; jaxserve needs at least one")
         return found
 
     @cached_property
     def feed_forward(self) -> FeedForwardSpec | None:
-        """Of every layer that is not of experts; None: all are."""
+        """The dense feed-forward, equal in all layers without experts; None: every layer has
+        experts."""
         blocks = (layer.feed_forward for layer in self.layers)
         return next((each for each in blocks if isinstance(each, FeedForwardSpec)), None)
 
     @cached_property
     def experts(self) -> ExpertsSpec | None:
-        """Of every layer that has some; None: none has."""
+        """The experts, equal in all layers that have them; None: no layer has experts."""
         blocks = (layer.feed_forward for layer in self.layers)
         return next((each for each in blocks if isinstance(each, ExpertsSpec)), None)
 
@@ -184,25 +189,24 @@ class ModelSpec:
 
     @property
     def num_params(self) -> int:
-        """Of the whole model; tied heads count once."""
+        """Parameters of the whole model; a tied output matrix counts once."""
         heads = 1 if self.tie_embeddings else 2
         layers = sum(layer.num_params(self.embed) for layer in self.layers)
         return layers + heads * self.vocab_size * self.embed + self.embed
 
     @property
     def active_params(self) -> int:
-        """Those of `num_params` that one token is multiplied with or looked up in: of experts only
-        its own."""
+        """Parameters that one token uses. Of the experts, only the token's own count."""
         return self.num_params - sum(layer.unused_params(self.embed) for layer in self.layers)
 
     @property
     def smallest_window(self) -> int | None:
-        """The longest context in which every layer sees all of it; None: any."""
+        """The longest context that every layer sees in full; None: no limit."""
         return min((group.window for group in self.cache_groups if group.window), default=None)
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers by what they see: those that see everything first, then by growing window."""
+        """Layers grouped by window: first the layers without a window, then by growing window."""
         layers: dict[int | None, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.attention is not None:
@@ -212,7 +216,7 @@ class ModelSpec:
 
     @cached_property
     def state(self) -> StateLayers | None:
-        """The recurrent layers; None: there are none."""
+        """The recurrent layers; None: the model has none."""
         layers = [(index, layer.delta_net) for index, layer in enumerate(self.layers)]
         found = [(index, spec) for index, spec in layers if spec is not None]
         if not found:
@@ -221,7 +225,7 @@ class ModelSpec:
 
     @cached_property
     def cache_places(self) -> tuple[CachePlace, ...]:
-        """The place of each layer."""
+        """The cache place of each layer, in model order."""
         places = {
             layer: CachePlace(number, index)
             for number, group in enumerate(self.cache_groups)
@@ -232,8 +236,8 @@ class ModelSpec:
         return tuple(places[layer] for layer in range(self.num_layers))
 
     def within(self, context: int) -> ModelSpec:
-        """Returns the same model for at most `context` tokens: windows that hide none of them are
-        left out."""
+        """Returns the same model for at most `context` tokens. It drops windows that would hide
+        none of them."""
 
         def narrowed(layer: LayerSpec) -> LayerSpec:
             attention = layer.attention
@@ -245,11 +249,11 @@ class ModelSpec:
 
     @property
     def num_paged_layers(self) -> int:
-        """Layers that have keys and values."""
+        """Number of layers that have keys and values."""
         return sum(len(group.layers) for group in self.cache_groups)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token takes in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.num_paged_layers * self.kv_size * itemsize
 
 
@@ -257,7 +261,7 @@ class NamedModel(NamedTuple):
     """A published model."""
 
     hub_id: str
-    """Its repository on the Hugging Face Hub."""
+    """Repository on the Hugging Face Hub."""
     spec: ModelSpec
     experts: Literal["mxfp4"] | None = None
-    """Format in which its experts are published; None: that of other weights."""
+    """Format of the published experts; None: the same as other weights."""

@@ -1,24 +1,24 @@
 """The contract between scheduler and runner: one step in plain integers.
 
 The device keeps one row of state per *slot*: the last sampled token, the sampling parameters and
-the page tables of the sequence in the slot, one for each cache group. A plan changes that state
-(admissions, page table entries) and then says which slots compute how many tokens. Steps run on the
-device in launch order, so the host may reuse a freed page or slot at once. In a group with a window
-entries of pages wholly behind it are stale: a step reads nothing through them.
+the page tables of the slot's sequence, one per cache group. A plan first changes that state
+(admissions, page table entries). Then it says which slots compute how many tokens. The device runs
+steps in launch order, so the host may reuse a freed page or slot at once. In a group with a window,
+entries of pages entirely before the window are stale, and no step reads them.
 
-**Verify steps.** A row with a `Verify` computes several positions and samples at each: the slot's
-last token at position p, and drafts, which are guesses of the tokens at p + 1, p + 2 and so on.
-What a position samples is what plain decoding would sample there after the same tokens: seed,
-penalties, biases and mask are those of that position. A draft is accepted if and only if it equals
-the token that is sampled at its position and all drafts before it are accepted. So whatever the
-drafts are, the accepted tokens are those of plain decoding. The device counts them: a row yields
-the tokens of its accepted positions, one more than accepted drafts, and the slot's last token and
-length move on by as many. A rejected position leaves no trace. Nothing reads its key and value, and
-a later row writes over them.
+**Verify steps.** A row with a `Verify` computes several positions and samples at each one. It
+computes the slot's last token at position p, and drafts: guesses of the tokens at p + 1, p + 2 and
+so on. Each position samples the token that plain decoding would sample there after the same tokens,
+because it uses the seed, penalties, biases and mask of that position. A draft is accepted if and
+only if it equals the token sampled at its position and all drafts before it are accepted. So the
+accepted tokens are always those of plain decoding, whatever the drafts are. The device counts the
+accepted drafts. A row yields one token more than that count, and the slot's last token and length
+advance by as many tokens. A rejected position leaves no trace: nothing reads its key and value, and
+a later row overwrites them.
 
-The device knows where a slot's next row begins, so the host may plan a row while it does not know
-yet how many drafts of the row before are accepted (`Verify.follows`). A plan with such rows is a
-verify plan. It may also hold decode rows, of sequences of which no verify row is in flight, but no
+Only the device knows where the next row of a slot begins. The host may plan that row before it
+knows how many drafts of the previous row were accepted (`Verify.follows`). A plan with such rows is
+a verify plan. It may also hold decode rows of sequences without a verify row in flight, but no
 chunks.
 """
 
@@ -34,23 +34,23 @@ from jaxserve.api import PromptLogprobs, SamplingParams, TokenLogprobs
 class Admission(NamedTuple):
     """A sequence takes a slot; its sampling parameters go to the device.
 
-    `tokens` are the prompt and, after a preemption, the output so far. Penalties count them, cached
-    or not.
+    `tokens` are the prompt and, after a preemption, the output so far. Penalties count all of them,
+    cached or not.
     """
 
     slot: int
     params: SamplingParams
     tokens: tuple[int, ...] = ()
-    """Empty if no penalty needs them."""
+    """Empty if the sequence uses no penalties."""
     num_prompt: int = 0
-    """Tokens of the prompt, however many were sampled before a preemption."""
+    """Tokens of the prompt, without tokens sampled before a preemption."""
 
 
 class PageCopy(NamedTuple):
     """Overwrites page `target` with the content of page `source`.
 
-    Whole pages are copied, in all layers of the group. What a KV format keeps outside of the pages
-    is not (see `CacheConfig.own_tokens`).
+    The copy covers whole pages in all layers of the group. It does not cover the data that a KV
+    format keeps outside the pages (see `CacheConfig.own_tokens`).
     """
 
     source: int
@@ -60,12 +60,12 @@ class PageCopy(NamedTuple):
 
 
 class StateCopy(NamedTuple):
-    """Overwrites the state of recurrent layers in slot `target` with that in slot `source`.
+    """Copies the state of recurrent layers from slot `source` to slot `target`.
 
-    Behind the slots of sequences and of padding come those of snapshots (`CacheConfig.snapshots`).
-    A row that begins at position 0 begins with a state of zeros, whatever its slot holds. A row of
-    a prompt begins and ends at multiples of `CacheConfig.state_block`, as long as the prompt fills
-    such blocks: which positions are computed as one block never depends on the cuts between rows.
+    Slots of snapshots (`CacheConfig.snapshots`) follow the slots of sequences and the padding slot.
+    A row that begins at position 0 begins with zero state, whatever its slot holds. A row of a
+    prompt begins and ends at multiples of `CacheConfig.state_block`, as long as the prompt fills
+    such blocks. So the cuts between rows never change which positions form a block.
     """
 
     source: int
@@ -87,27 +87,27 @@ class PageMove(NamedTuple):
 
     page: int
     ring_slot: int
-    """Of the group's ring."""
+    """Slot in the ring of the page's group."""
     group: int = 0
     """Cache group of the page."""
 
 
 class PageMoves(NamedTuple):
-    """Copies between the KV cache and rings, through which pages leave the device and come back.
+    """Copies between the KV cache and rings. Pages leave the device and return through rings.
 
-    A ring is an array of the device with room for a few pages, one for each direction and cache
-    group. Moves are launched before the plan that is made with them: first all `restores`, then
-    all `stores`. So a store reads what earlier plans have written, and the plan may overwrite it.
+    A ring is a device array with room for a few pages. Each direction and each cache group has its
+    own ring. Moves are launched before the plan that was made with them: first all `restores`, then
+    all `stores`. So a store reads the output of earlier plans, and the plan may overwrite the page.
     """
 
     restores: tuple[PageMove, ...] = ()
-    """Slots of load rings that become the content of pages."""
+    """Copy these slots of load rings into pages."""
     stores: tuple[PageMove, ...] = ()
-    """Pages whose content goes to slots of store rings."""
+    """Copy these pages into slots of store rings."""
 
 
 class Scored(NamedTuple):
-    """Prompt tokens whose logprobs are requested. Each follows a position of the row."""
+    """Prompt tokens whose logprobs are requested. Each one follows a position of the row."""
 
     offset: int
     """Offset in the row of the first such position; the others are consecutive."""
@@ -116,44 +116,44 @@ class Scored(NamedTuple):
 
 
 class Verify(NamedTuple):
-    """What makes a row compute and sample several positions; see the module."""
+    """Makes a row compute and sample several positions; see the module docstring."""
 
     positions: int
-    """The most positions to compute, at least 1. Fewer are computed where drafts are missing, at
-    `end`, and with a format that encodes full pages at the end of the page in which the row begins
-    (`KVFormat.rewrites_pages`)."""
+    """The most positions to compute, at least 1. The device computes fewer at `end`, or if drafts
+    are missing. If the KV format encodes full pages (`KVFormat.rewrites_pages`), it also stops at
+    the end of the page in which the row begins."""
     end: int
-    """No position from `end` on is computed. The slot has pages for all before, and `end` is larger
-    than any position at which the row may begin."""
+    """No position from `end` on is computed. The slot has pages for all positions before `end`, and
+    the row always begins before `end`."""
     drafts: tuple[int, ...] | None = ()
-    """Draft `i` is for position `Row.start` + 1 + i, wherever the row begins; they replace what the
-    slot has on the device, where later rows find those that are not computed yet. At most twice the
-    positions after the first of the largest verify bucket. None: those on the device."""
+    """Draft `i` is for position `Row.start` + 1 + i, wherever the row begins. The drafts replace
+    the slot's drafts on the device, and later rows find the unused ones there. At most twice the
+    drafts of a row in the largest verify bucket. None: use the drafts on the device."""
     follows: bool = False
-    """A verify row of the sequence is in flight. The row begins where that one ends, which only
-    the device knows, and at `Row.start` if all of its drafts are rejected."""
+    """A verify row of the sequence is in flight. This row begins where that one ends, which only
+    the device knows. If all of its drafts are rejected, this row begins at `Row.start`."""
     masks: tuple[bytes, ...] = ()
-    """The mask of each position as in `Row.mask`, after the drafts before it; none: all tokens are
-    allowed everywhere. They need a known beginning and drafts from the host."""
+    """The mask of each position, as in `Row.mask`, given the drafts before it; empty: all tokens
+    are allowed at all positions. Masks need a known start and drafts from the host."""
 
 
 class Row(NamedTuple):
     """One sequence's part of a step.
 
-    A decode row has no `tokens`: it computes the slot's last sampled token, which only the device
-    may know so far. With a `verify` it computes drafts after it. Otherwise the row is a prefill
-    chunk that computes `tokens`.
+    A decode row has no `tokens`. It computes the slot's last sampled token, which only the device
+    may know yet. With a `verify` it also computes drafts after that token. A row with `tokens` is a
+    prefill chunk that computes them.
     """
 
     seq_id: int
     """`Sequence.id`; never reused, unlike the slot."""
     slot: int
     start: int
-    """Position of the first token computed, equal to the number of tokens already in the cache; the
-    least one if `Verify.follows`."""
+    """Position of the first computed token. It equals the number of tokens already in the cache;
+    with `Verify.follows`, the smallest such number."""
     tokens: tuple[int, ...]
     samples: bool
-    """Whether the row's last position yields a token (all but the earlier chunks of a prompt)."""
+    """Whether the row's last position yields a token. Earlier chunks of a prompt do not."""
     logprobs: bool = False
     """Whether logprobs of the sampled token are requested."""
     mask: bytes | None = None
@@ -163,7 +163,7 @@ class Row(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The positions that it computes, of a verify row the most."""
+        """Positions that the row computes; for a verify row, the most."""
         return len(self.tokens) or (1 if self.verify is None else self.verify.positions)
 
 
@@ -171,11 +171,10 @@ class Row(NamedTuple):
 class StepPlan:
     """One step.
 
-    `copies` and `states` apply first, each in their order: a copy reads what those before it wrote.
-    Then
-    `admissions` and `pages` apply, and then the rows are computed. In every layer all rows write
-    their keys and values before any row reads. A row may therefore share pages that another row of
-    the same plan fills.
+    The device first applies `copies` and `states`, each in order: a copy reads the results of the
+    copies before it. Then it applies `admissions` and `pages`, and then it computes the rows. In
+    every layer all rows write their keys and values before any row reads them. So a row may share
+    pages that another row of the same plan fills.
     """
 
     rows: tuple[Row, ...]
@@ -184,13 +183,13 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     states: tuple[StateCopy, ...] = ()
     verify: bool = False
-    """Rows may be verify rows, none is a chunk."""
+    """Rows may be verify rows. No row is a chunk."""
 
     @cached_property
     def num_tokens(self) -> int:
         if self.verify:
             return sum(row.num_tokens for row in self.rows)
-        return sum([len(row.tokens) or 1 for row in self.rows])  # in every step
+        return sum([len(row.tokens) or 1 for row in self.rows])  # a list is faster
 
     @cached_property
     def decode_only(self) -> bool:
@@ -199,12 +198,12 @@ class StepPlan:
 
     @property
     def kind(self) -> str:
-        """The kind of bucket that it needs: `decode`, `mixed` or `verify`."""
+        """The kind of bucket for this plan: `decode`, `mixed` or `verify`."""
         return "verify" if self.verify else "decode" if self.decode_only else "mixed"
 
 
 class Sampled(NamedTuple):
-    """The result of one row. Rows that neither sample nor are scored have None instead."""
+    """The result of one row. A row that neither samples nor is scored has None instead."""
 
     token: int | None
     """None if the row does not sample, or if its logits are NaN."""
@@ -212,5 +211,5 @@ class Sampled(NamedTuple):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     """Logprobs of the tokens in the row's `scored`."""
     further: tuple[Sampled, ...] = ()
-    """Of a verify row, what follows: one for each accepted draft. They end with the first whose
-    logits are NaN."""
+    """Further results of a verify row, one for each accepted draft. They end with the first result
+    whose logits are NaN."""

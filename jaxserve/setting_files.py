@@ -1,4 +1,4 @@
-"""Files that a user names, or that lie beside a model: read whole, or one line says why not."""
+"""Reads settings files whole. A file that cannot be read gives a one-line error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from jaxserve.config import ConfigError
 
 
 def read_text(path: Path, flag: str = "") -> str:
-    """A file in UTF-8. ConfigError: it cannot be read; `flag` is the one that names it."""
+    """Reads a UTF-8 file. `flag` is the flag that names it.
+
+    Raises:
+      ConfigError: the file cannot be read or is not UTF-8.
+    """
     what = f"{flag} {path}".strip()
     try:
         return path.read_text(encoding="utf-8")
@@ -21,7 +25,11 @@ def read_text(path: Path, flag: str = "") -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """ConfigError: the file is missing, cannot be read, or holds no JSON object."""
+    """Reads a JSON object.
+
+    Raises:
+      ConfigError: the file is missing, cannot be read, or holds no JSON object.
+    """
     if not path.exists():
         raise ConfigError(f"{path} is missing")
     try:

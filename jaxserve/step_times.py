@@ -1,6 +1,6 @@
-"""Step times: how long a step takes, by its bucket, rows and context.
+"""Step times: the seconds of a step by its bucket, rows and context.
 
-`startup/measure.py` measures them on the card that serves. The simulator reads them from a file.
+`startup/measure.py` measures them on the GPU that serves. The simulator reads them from a file.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from jaxserve.plan import StepPlan
 
 
 class VerifyTime(NamedTuple):
-    """How long the steps of a verify bucket take."""
+    """The time of the steps in a verify bucket."""
 
     seconds: float
-    """With almost no context."""
+    """Seconds of a step with almost no context."""
     per_context: float
     """Seconds per token of context, summed over its rows."""
 
 
 type VerifyShape = tuple[int, int]
-"""Rows, and positions of each, of a verify bucket."""
+"""Rows of a verify bucket, and positions per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Predicts the seconds of a step as the sum of bucket, decode rows and context read."""
+    """Predicts the seconds of a step as a sum: the bucket, the decode rows and the context read."""
 
     decode: Mapping[int, float]
-    """Seconds of each decode bucket, by rows, with almost no context."""
+    """Seconds of each decode bucket with almost no context, by rows."""
     mixed: Mapping[int, float]
-    """Seconds of each mixed bucket, by tokens, filled by one chunk without context before it."""
+    """Seconds of each mixed bucket, by tokens. One chunk without earlier context fills the
+    bucket."""
     verify: Mapping[VerifyShape, VerifyTime] = field(default_factory=dict[VerifyShape, VerifyTime])
-    """Of each verify bucket."""
+    """The time of each verify bucket."""
     decode_context: float = 0.0
     """Seconds of a decode step per token of context, summed over its rows."""
     mixed_row: float = 0.0
@@ -48,16 +49,17 @@ class StepTimes:
     chunk_pair: float = 0.0
     """Seconds of a mixed step per pair of a chunk's token and a token of context before it."""
     chunk_depth: float = 0.0
-    """Seconds of a mixed step per token of context before its deepest chunk; used where it is more
-    than `chunk_pair` gives. It is the serial part of attention, independent of the chunk's size."""
+    """Seconds of a mixed step per token of context before its deepest chunk. It applies where it
+    exceeds the `chunk_pair` term. It is the serial part of attention and does not depend on chunk
+    size."""
 
     def of_decode(self, rows: int, context: int) -> float:
-        """Returns the seconds of `rows` decode rows with `context` tokens of context in all."""
+        """Returns the seconds of `rows` decode rows with `context` tokens of context together."""
         base, per_token = self.decode_line(rows)
         return base + context * per_token
 
     def decode_line(self, rows: int) -> tuple[float, float]:
-        """Returns the seconds of `rows` decode rows without context, and per token of context."""
+        """Returns the seconds of `rows` decode rows: without context, and per token of context."""
         return self.decode[_bucket(self._decode_sizes, rows)], self.decode_context
 
     def of_mixed(
@@ -68,7 +70,7 @@ class StepTimes:
         Args:
           tokens: all tokens of the step.
           rows: decode rows among them.
-          context: tokens of context of the decode rows in all.
+          context: tokens of context of all decode rows together.
           pairs: sum over the chunks of tokens computed times tokens before the chunk.
           depth: the most tokens before any chunk.
         """
@@ -76,7 +78,7 @@ class StepTimes:
         return bucket + self.beyond_bucket(rows, context, pairs, depth)
 
     def beyond_bucket(self, rows: int, context: int, pairs: int, depth: int) -> float:
-        """Returns the seconds that decode rows and context add to any mixed bucket."""
+        """Returns the seconds that decode rows and context add to a mixed bucket."""
         return (
             rows * self.mixed_row
             + context * self.mixed_context
@@ -84,8 +86,8 @@ class StepTimes:
         )
 
     def verify_shape(self, rows: int, positions: int) -> VerifyShape | None:
-        """Returns the verify bucket that the runner takes for so many rows and positions: the one
-        of fewest positions in all; None if none holds them."""
+        """Returns the verify bucket that the runner uses for these rows and positions: the one with
+        the fewest positions in total. None if no bucket is large enough."""
         return next((s for s in self._verify_shapes if rows <= s[0] and positions <= s[1]), None)
 
     @cached_property
@@ -102,7 +104,7 @@ class StepTimes:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second in the best bucket without context."""
+        """Prompt tokens per second in the fastest bucket, without context."""
         return max(size / seconds for size, seconds in self.mixed.items())
 
     def of(self, plan: StepPlan) -> float:
@@ -126,7 +128,7 @@ class StepTimes:
         return shape
 
     def described(self) -> str:
-        """Returns the times that decide chunk sizes, in one line for the log."""
+        """Returns the times that decide chunk sizes, as one line for the log."""
 
         def by_size(times: Mapping[Any, float]) -> str:
             return ", ".join(f"{size}: {1e3 * seconds:.2f}" for size, seconds in times.items())
@@ -144,7 +146,7 @@ class StepTimes:
         return "; ".join(parts)
 
     def save(self, path: Path, **described: Any) -> None:
-        """Write JSON. `described` says where the times come from."""
+        """Writes JSON. `described` says where the times come from."""
         verify = {_name(shape): time for shape, time in self.verify.items()}
         content = {**described, **asdict(self), "verify": verify}
         path.write_text(json.dumps(content, indent=1) + "\n")

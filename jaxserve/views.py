@@ -1,4 +1,4 @@
-"""What the engine shows to people who watch it: its last steps, its pages, its queue."""
+"""The engine's state for people who watch it: recent steps, pages, the waiting queue."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ class StepView(NamedTuple):
     """One finished step, for people who watch."""
 
     number: int
-    """Counts finished steps from 1."""
+    """Number of the step; the first finished step is 1."""
     kind: str
     """`decode`, `mixed` or `verify`."""
     bucket: int
-    """Rows of a decode bucket, tokens of a mixed one, positions of a verify bucket."""
+    """Rows of a decode bucket, tokens of a mixed bucket, or positions of a verify bucket."""
     decode_rows: int
     chunks: int
     chunk_tokens: int
-    """Prompt tokens that the chunks computed; drafts that a verify step might verify."""
+    """Prompt tokens that the chunks computed; in a verify step, the most drafts it could verify."""
     seconds: float | None
-    """From the end of the step before it; None if the engine thread did not see both ends."""
+    """From the end of the previous step; None if the engine thread did not see both ends."""
     expected: float | None
-    """Seconds by the times that the start measured; None without such times."""
+    """Seconds by the step times measured at start; None without such times."""
     late: bool
-    """It was launched after the step before it had ended: the device waited."""
+    """The step was launched after the previous one had ended, so the device waited."""
 
 
 class PageState(IntEnum):
-    """What a page of the KV cache is."""
+    """The use of a page of the KV cache."""
 
     FREE = 0
     CACHED = 1
-    """Free, and a prompt that begins with its content finds it."""
+    """Free, and found by a prompt that begins with the same tokens."""
     HELD = 2
-    """By one sequence."""
+    """Held by one sequence."""
     SHARED = 3
-    """By several sequences."""
+    """Held by several sequences."""
 
 
 class PagesView(NamedTuple):
     """The KV cache's pages on the device."""
 
     page_size: int
-    """Tokens."""
+    """Tokens per page."""
     total: int
     free: int
-    """Without a holder, cached ones included."""
+    """Pages without a holder, cached ones included."""
     cached: int
-    """Free ones with content that can be found."""
+    """Free pages whose content can be found."""
     stride: int
-    """`states` has the first page and every so-many-th one after it."""
+    """`states` has the first page and then every `stride`-th page."""
     states: bytes
     """One `PageState` per byte."""
 
 
 class WaitingView(NamedTuple):
-    """One sequence that waits for admission."""
+    """A sequence that waits for admission."""
 
     level: int
     """Its priority; 0 unless the policy uses priorities."""
     preempted: bool
     left: float | None
-    """Seconds until the deadline of its first token; None without one."""
+    """Seconds until the deadline of its first token; None without a deadline."""
 
 
 class Occupancy(NamedTuple):
-    """What holds the cache and the queue."""
+    """The sequences that hold the cache, and the waiting queue."""
 
     pages: PagesView
     waiting: tuple[WaitingView, ...]

@@ -1,1 +1,1 @@
-"""The command line: flags, their values, and the Options that they come to."""
+"""The command line: flags, the parsers of their values, and the resulting Options."""

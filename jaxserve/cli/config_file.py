@@ -1,4 +1,4 @@
-"""`--config FILE`: flags in a YAML file, as vLLM has them."""
+"""`--config FILE`: flags in a YAML file, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 
 def with_config_file(argv: list[str]) -> list[str]:
-    """The command line with the flags of its `--config FILE` before its own, which win.
+    """Returns the command line with the flags of its `--config FILE` in front. Flags on the command
+    line win.
 
-    What keys and values mean: `flags_of`.
+    `flags_of` says how keys and values become flags.
 
     Raises:
-      ValueError: one line that says what is wrong with the file.
+      ValueError: the file cannot be read or holds no flags; the message is one line.
     """
     path, rest = _split(argv)
     if path is None:
@@ -49,9 +50,10 @@ def _flags(path: str) -> Iterator[str]:
 
 
 def flags_of(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the command line of settings by flags' names without dashes, `_` for `-` allowed.
+    """Yields the command line for settings. Keys are flags without leading dashes; `_` may replace
+    `-`.
 
-    A list is several values, `true` the bare flag, `false` its `--no-` form, a mapping JSON, and
+    A list gives several values, `true` the bare flag, `false` its `--no-` form, a mapping JSON, and
     None nothing.
     """
     for key, value in settings.items():

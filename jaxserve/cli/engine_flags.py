@@ -1,4 +1,4 @@
-"""The flags of weights, the engine, `jaxserve plan` and `kernels`; the others are in flags.py."""
+"""Flags of weights, the engine, `jaxserve plan` and `kernels`. Other flags are in flags.py."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add_kernels_flags(add: AddArgument) -> None:
 
 
 def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
-    """Adds the flags that say how weights are held."""
+    """Adds the flags for the format of the weights."""
     add(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
@@ -83,7 +83,7 @@ def add_weight_flags(add: AddArgument, auto_dtype: str) -> None:
 
 
 def add_engine_flags(add: AddArgument) -> None:
-    """Adds the flags of memory, shapes, scheduling and compiled programs."""
+    """Adds the flags for memory, shapes, scheduling and compiled programs."""
     add_weight_flags(add, "bfloat16 on a GPU, float32 on a CPU")
     add(
         "--keep-converted",

@@ -1,4 +1,4 @@
-"""A parser of flags whose errors are one line and say which flag was probably meant."""
+"""A flag parser with one-line errors that suggest the flag that the user probably meant."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NoReturn, override
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Flags are written out: a prefix of one is none, so that flags of later versions take no
-    command line's meaning away."""
+    """Accepts only complete flag names. If prefixes worked, a new flag of a later version could
+    make an old command line ambiguous."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class FlagParser(argparse.ArgumentParser):
         usage: str | None = None,
         commands: str = "",
     ):
-        """`commands`: what the first word may be, with commas, for programs that have commands."""
+        """`commands`: the commands that the first word may name, separated by commas."""
         super().__init__(
             prog=prog,
             usage=usage or f"{prog} [flags]",
@@ -57,7 +57,7 @@ class FlagParser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2, without the pages of usage that would hide the line."""
+        """Exits with status 2 and one line. The usage text would push the error off the screen."""
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help lists all flags)\n")
 
 
@@ -67,7 +67,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults are shown where there is one, values by one word."""
+    """Shows a default only if the flag has one, and names each value by one word."""
 
     @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -79,5 +79,5 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
     @override
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """The last word of the flag: --cache-dir DIR."""
+        """Returns the last word of the flag in capitals: --cache-dir DIR."""
         return action.dest.rpartition("_")[2].upper()

@@ -1,4 +1,4 @@
-"""Values of flags: what they look like, and what is said of others."""
+"""Parsers of flag values, with messages for wrong values."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _UNITS = {
 
 
 def size_in_bytes(text: str) -> int:
-    """512M and 20G are powers of ten, 512Mi and 20Gi powers of two.
+    """Parses a size in bytes: 512M and 20G are powers of ten, 512Mi and 20Gi powers of two.
 
-    Not 0: to aiohttp a body of at most 0 bytes is one without a limit.
+    Rejects 0, because aiohttp takes a body limit of 0 as no limit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
@@ -44,12 +44,13 @@ def size_in_bytes(text: str) -> int:
 
 
 def size_or_0(text: str) -> int:
-    """A size, or 0."""
+    """Parses a size in bytes, or 0."""
     return 0 if text.strip() == "0" else size_in_bytes(text)
 
 
 def tokens(text: str) -> int | None:
-    """A length in tokens: 32k is 32 * 1024, as model cards use it; auto is the model's own."""
+    """Parses a length in tokens. 32k is 32 * 1024, as on model cards. None for `auto`: the model's
+    own length."""
     if text.strip().lower() == "auto":
         return None
     match = re.fullmatch(r"(\d+)\s*(k?)", text.strip().lower())
@@ -60,42 +61,42 @@ def tokens(text: str) -> int | None:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parses a whole number above 0."""
     if (value := _integer(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
     return value
 
 
 def power_of_2(text: str) -> int:
-    """1, 2, 4 and so on."""
+    """Parses a power of two: 1, 2, 4 and so on."""
     if (value := _integer(text)) < 1 or value & (value - 1):
         raise argparse.ArgumentTypeError(f"must be a power of two, not {text!r}")
     return value
 
 
 def model_name(text: str) -> str:
-    """Something that a client can write."""
+    """Parses a model name, which must not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("a name must not be empty")
     return text
 
 
 def whole(text: str) -> int:
-    """A whole number from 0."""
+    """Parses a whole number of at least 0."""
     if (value := _integer(text)) < 0:
         raise argparse.ArgumentTypeError(f"must be a whole number, at least 0, not {text!r}")
     return value
 
 
 def port(text: str) -> int:
-    """Of TCP; 0 is any that is free."""
+    """Parses a TCP port. 0 means any free port."""
     if not 0 <= (value := _integer(text)) <= 65535:
         raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, not {text!r}")
     return value
 
 
 def objective(text: str) -> tuple[str, int]:
-    """A name and its priority, 32 bits."""
+    """Parses NAME=PRIORITY. The priority is a signed 32-bit integer."""
     name, equals, number = text.rpartition("=")
     if not (name and equals and re.fullmatch(r"-?\d{1,10}", number, re.ASCII)):
         raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY such as batch=-10, not {text!r}")
@@ -105,35 +106,35 @@ def objective(text: str) -> tuple[str, int]:
 
 
 def seconds(text: str) -> float:
-    """A number above 0."""
+    """Parses a finite number of seconds above 0."""
     if not 0 < (value := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
     return value
 
 
 def above_0(text: str) -> float:
-    """A number; inf is no limit."""
+    """Parses a number above 0. inf means no limit."""
     if not (value := _number(text)) > 0:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return value
 
 
 def from_0(text: str) -> float:
-    """A finite number, 0 included."""
+    """Parses a finite number of at least 0."""
     if not 0 <= (value := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number, at least 0, not {text!r}")
     return value
 
 
 def share(text: str) -> float:
-    """A number above 0, up to 1."""
+    """Parses a number above 0 and at most 1."""
     if not 0 < (value := _number(text)) <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
     return value
 
 
 def _integer(text: str) -> int:
-    """-1 for what is none."""
+    """Returns the integer, or -1 if the text is not an integer."""
     try:
         return int(text)
     except ValueError:
@@ -141,7 +142,7 @@ def _integer(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """NaN, which no bound includes, for what is none."""
+    """Returns the number, or NaN if the text is not a number. NaN fails every range check."""
     try:
         return float(text)
     except ValueError:
@@ -149,7 +150,8 @@ def _number(text: str) -> float:
 
 
 def template_variables(text: str) -> dict[str, Any]:
-    """A JSON object with variables of the chat template that requests may set, too."""
+    """Parses a JSON object of chat template variables. Only variables that requests may set
+    pass."""
     try:
         variables = json.loads(text)
     except (ValueError, RecursionError):
@@ -161,7 +163,7 @@ def template_variables(text: str) -> dict[str, Any]:
 
 
 def kv_events(text: str) -> KVEventsConfig:
-    """A JSON object as vLLM takes it."""
+    """Parses a JSON object in vLLM's format."""
     try:
         return parse_config(text)
     except ConfigError as error:
@@ -177,11 +179,12 @@ _SPECULATION = {
 
 
 _MTP_DRAFTS = 3
-"""Where nothing is said. Each is a pass through the output matrix. A rule, not measured."""
+"""Default number of drafts from MTP weights. Each draft is a pass through the output matrix. A
+rule, not measured."""
 
 
 def speculation(text: str) -> SpeculationConfig:
-    """`off`, or a JSON object as vLLM takes it."""
+    """Parses `off`, or a JSON object in vLLM's format."""
     if text.strip().lower() in ("off", "none", "null"):
         return NO_SPECULATION
     try:
@@ -217,7 +220,7 @@ def speculation(text: str) -> SpeculationConfig:
 
 
 def root_path(text: str) -> str:
-    """A path without a slash at its end; / alone is none."""
+    """Parses a path and removes a slash at its end. `/` alone gives no path."""
     path = text.rstrip("/")
     if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
         raise argparse.ArgumentTypeError(f"must be a path such as /llm, not {text!r}")
@@ -225,12 +228,12 @@ def root_path(text: str) -> str:
 
 
 def url(text: str) -> str:
-    """Of a server, over http or https."""
+    """Parses the http or https URL of a server."""
     if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
         raise argparse.ArgumentTypeError(f"must be an http:// or https:// URL, not {text!r}")
     return text
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, in order, each once."""
+    """Parses whole numbers separated by commas. Sorts them and removes duplicates."""
     return tuple(sorted({positive(part) for part in text.split(",")}))

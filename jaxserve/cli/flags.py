@@ -1,4 +1,4 @@
-"""The flags: names, defaults, values and meaning. vLLM's spelling where vLLM has the flag."""
+"""The flags: names, defaults, values and help texts. Flags that vLLM has too use its spelling."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxserve.config import HEALTH_MEANINGS, REASONING_FIELDS, REASONING_PARSERS
 from jaxserve.logs import FORMATS
 
 type AddArgument = Callable[..., argparse.Action]
-"""`add_argument` of a parser, or of a group of one."""
+"""`add_argument` of a parser or of an argument group."""
 
 MODEL_HELP = (
     "a folder with safetensors or an Orbax checkpoint, a Hugging Face id, or a short name such as "
@@ -83,7 +83,7 @@ def add_model_flags(add: AddArgument) -> None:
 
 
 def add_hub_flags(add: AddArgument) -> None:
-    """Adds the flags of downloads from the Hugging Face hub."""
+    """Adds the flags for downloads from the Hugging Face Hub."""
     add(
         "--revision",
         help="branch, tag or commit on the Hugging Face hub (default: the hub's default branch)",
@@ -96,7 +96,7 @@ def add_hub_flags(add: AddArgument) -> None:
 
 
 def add_orbax_flags(add: AddArgument) -> None:
-    """Adds the flags of checkpoints by Orbax."""
+    """Adds the flags for Orbax checkpoints."""
     add(
         "--hf-config",
         type=Path,
@@ -111,7 +111,7 @@ def add_orbax_flags(add: AddArgument) -> None:
 
 
 def add_server_flags(add: AddArgument) -> None:
-    """Adds the flags of HTTP, limits, logs and traces."""
+    """Adds the flags for HTTP, limits, logs and traces."""
     add(
         "--host",
         default="127.0.0.1",
@@ -274,7 +274,7 @@ def add_server_flags(add: AddArgument) -> None:
 
 
 def add_access_flags(add: AddArgument) -> None:
-    """Adds the flags of keys, origins and certificates."""
+    """Adds the flags for keys, origins and certificates."""
     add(
         "--api-key",
         action="extend",

@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang that have another name here, or no effect: their command lines start."""
+"""Translates command lines of vLLM and SGLang: flags with another name here, or without effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAME = {
     "--random-seed": "--seed",
     "-q": "--quantization",
 }
-"""Other spellings of flags that there are."""
+"""vLLM's and SGLang's names of flags that exist here."""
 
 SAME_VALUES = {
     ("--kv-cache-dtype", "fp8"): "fp8_e4m3",
@@ -46,7 +46,7 @@ SIZES = {
     "--kv-offloading-size": ("--kv-offload-size", "Gi"),
     "--hicache-size": ("--kv-offload-size", "G"),
 }
-"""Flags whose values are numbers in a unit, and what they are here."""
+"""Flags whose value is a number in a fixed unit: the flag here, and the unit to append."""
 
 OBVIOUS = {
     "--kv-offloading-backend": frozenset({"native"}),
@@ -62,7 +62,7 @@ OBVIOUS = {
     "--task": frozenset({"auto", "generate"}),
     "--convert": frozenset({"auto", "none"}),
 }
-"""Values that ask for what happens anyway."""
+"""Flag values that ask for the behaviour that is always on. They are dropped."""
 
 REFUSED = {
     ("--dtype", "half"): "models run in bfloat16; leave --dtype out, or use float32",
@@ -74,7 +74,7 @@ REFUSED = {
     ("--task", None): "not supported; jaxserve only generates text",
     ("--convert", None): "not supported; jaxserve only generates text",
 }
-"""Why a value is refused and what to do instead, by flag and value; None is any other value."""
+"""Advice for refused flag values, by flag and value. Value None stands for every other value."""
 
 _ONE_PROCESS = "one process serves one GPU; start one per GPU, behind a router"
 _NO_TRANSFER = (
@@ -96,7 +96,7 @@ NOT_HERE = {
     "--lora-modules": "LoRA adapters are not served; merge them into the model",
     "--lora-paths": "LoRA adapters are not served; merge them into the model",
 }
-"""Flags that are refused whatever their value, and what to do instead."""
+"""Advice for flags that are refused with any value."""
 
 OTHER_COMMANDS = {
     "launch": "every server answers /v1/chat/completions/render and /v1/completions/render; use a "
@@ -105,10 +105,10 @@ OTHER_COMMANDS = {
     "chat": "open the server's page in a browser, or use any client of OpenAI's API",
     "complete": "use any client of OpenAI's API",
 }
-"""Commands of vLLM that are not supported, and what to do instead."""
+"""Advice for vLLM commands that are not supported."""
 
 CHECKED = {"--dtype", *OBVIOUS}
-"""Flags whose value decides between translating, ignoring and refusing."""
+"""Flags whose value decides whether they are translated, dropped or refused."""
 
 ONE = frozenset(
     {
@@ -118,7 +118,7 @@ ONE = frozenset(
         *("--ep-size", "--nnodes"),
     }
 )
-"""Numbers of GPUs, processes and hosts; only 1 is accepted."""
+"""Flags for numbers of GPUs, processes and hosts. Only the value 1 is accepted."""
 
 SWITCHES = frozenset(
     {
@@ -158,22 +158,23 @@ VALUED = frozenset(
         *("--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"),
     }
 )
-"""Flags without effect: what they choose is always so, or there is nothing to choose."""
+"""Flags that are dropped together with their value: nothing here depends on them."""
 
 
 class Translated(NamedTuple):
-    """A command line of vLLM or SGLang in our flags."""
+    """The translated command line of vLLM or SGLang."""
 
     argv: list[str]
     without_effect: list[str]
-    """Flags that were left out."""
+    """Flags that were dropped."""
 
 
 def translated(argv: list[str]) -> Translated:
-    """A command line in the flags of jaxserve.
+    """Translates a command line to jaxserve's flags.
 
-    Raises ValueError for what is not there: NOT_HERE, more than one GPU, the values of REFUSED,
-    commands of vLLM, and a --config file that cannot be read.
+    Raises:
+      ValueError: a flag in NOT_HERE, a value in REFUSED, more than one GPU, a command that only
+      vLLM has, or a --config file that cannot be read.
     """
     if argv and argv[0] in OTHER_COMMANDS:
         raise ValueError(f"{argv[0]}: {OTHER_COMMANDS[argv[0]]}")
@@ -212,6 +213,6 @@ def translated(argv: list[str]) -> Translated:
 
 
 def _our_name(name: str) -> str:
-    """Of a flag: with dashes, where vLLM takes underscores, too."""
+    """Returns the flag with dashes. vLLM also accepts underscores."""
     dashed = name.replace("_", "-") if name.startswith("--") else name
     return SAME.get(dashed, dashed)

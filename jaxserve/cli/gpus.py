@@ -1,14 +1,14 @@
-"""GPUs that a plan can be made for without having one.
+"""GPUs that `jaxserve plan` knows without having one.
 
-Where the figures come from; each was compared with its source in November 2026:
+Sources of the figures; each figure was compared with its source in November 2026:
 
 - Compute capability: https://developer.nvidia.com/cuda-gpus.
-- Memory: the total that `nvidia-smi` prints on such a card, as in public logs of it. With ECC on,
-  GDDR cards report less than their nominal size.
-- Peak rate: the page named beside the card. Cards with GDDR reach width of the bus x bits per pin
-  / 8, which gives the same: 384 x 21 / 8 = 1,008 GB/s for an RTX 4090.
-- Multiprocessors: the page named beside the card, or the output of CUDA's `deviceQuery` on one. Of
-  the Ada cards each has 128 CUDA cores and one RT core.
+- Memory: the total that `nvidia-smi` prints for such a card in public logs. With ECC on, GDDR cards
+  report less than their nominal size.
+- Peak rate: the page named beside the card. The rate of a card with GDDR is its bus width x bits
+  per pin / 8, which gives the same number: 384 x 21 / 8 = 1,008 GB/s for an RTX 4090.
+- Multiprocessors: the page named beside the card, or the output of CUDA's `deviceQuery` on one. On
+  Ada cards, each multiprocessor has 128 CUDA cores and one RT core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """A GPU as its driver and its maker describe it."""
+    """A GPU by the figures of its driver and its maker."""
 
     name: str
     capability: str
@@ -65,5 +65,5 @@ GPUS = {
     # deviceQuery in github.com/aikitoria/open-gpu-kernel-modules/issues/1
     "rtx5090": Gpu("NVIDIA GeForce RTX 5090", "12.0", 32_607, 1_792, 170),
 }
-"""By the names of `jaxserve plan --gpu`. The planner was run for all of them. Only on the H100 and
-the H200 was anything measured."""
+"""GPUs by their name in `jaxserve plan --gpu`. The planner was run for all of them. Only the H100
+and the H200 were measured."""

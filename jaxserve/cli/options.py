@@ -1,4 +1,4 @@
-"""The command line to Options: commands, and which flags each of them knows."""
+"""Parses the command line to Options. Knows which flags each command takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jaxserve.speculation_config import SpeculationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The parsed command line; None means: choose by model and device."""
+    """The parsed command line. None means that model and device decide."""
 
     model: str | None
     tokenizer: str | None
@@ -116,22 +116,22 @@ class Options:
     probe_port: int | None
     keep_alive_interval: float
     out: Path | None = None
-    """Of `convert`: where the converted checkpoint goes."""
+    """For `convert`: the folder of the converted checkpoint."""
     to: str = "native"
-    """Of `convert`: native, orbax or safetensors."""
+    """For `convert`: native, orbax or safetensors."""
     keep: int | None = None
-    """Of `convert`: how many steps an Orbax folder keeps; None: all."""
+    """For `convert`: how many steps an Orbax folder keeps; None: all."""
     quantization_method: str | None = None
     calibration: Path | None = None
-    """A text that the model reads, for `convert` or for scales of the KV cache."""
+    """A text file that the model reads, for `convert` or for the scales of the KV cache."""
     gpu: str | None = None
-    """Of `plan` and `kernels`: the GPU that is planned for."""
+    """For `plan` and `kernels`: the GPU to plan for."""
     gpu_memory: int | None = None
-    """Of `plan`: bytes, where the GPU has others than its kind."""
+    """For `plan`: the GPU's memory in bytes, if it is not the usual size."""
     json: bool = False
-    """Of `plan` and `kernels`: the result as JSON."""
+    """For `plan` and `kernels`: print JSON."""
     all: bool = False
-    """Of `kernels`: implementations that refused, too."""
+    """For `kernels`: also print the implementations that refused."""
 
 
 _DESCRIPTION = "Serve a language model behind an OpenAI-compatible API."
@@ -156,20 +156,21 @@ COMMANDS = {
     "kernels": "Print which implementation serves each operation of a model on a GPU, with its "
     "configuration. Needs Triton, but no GPU. Also takes the flags of serving.",
 }
-"""What else than serving the program does, by the first word of the command line."""
+"""Descriptions of the commands besides serving, by the first word of the command line."""
 
 
 FLAGS_VARIABLE = "JAXSERVE_FLAGS"
-"""In the environment: flags of serving, quoted as for a shell; the command line's win."""
+"""Environment variable with flags of serving, quoted as for a shell. Flags on the command line
+win."""
 
 
 def parse_args(argv: list[str], command: str | None = None, defaults: str = "") -> Options:
-    """Flags to Options; exits with a message on wrong ones.
+    """Parses flags to Options. Wrong flags print a message and exit.
 
-    `precompile` knows all flags of serving, `convert` those that its result depends on.
+    `precompile` takes all flags of serving. `convert` takes only the flags that change its result.
 
     Args:
-      defaults: the value of FLAGS_VARIABLE; `convert` has no use for it.
+      defaults: the value of FLAGS_VARIABLE; `convert` ignores it.
     """
     if command == "convert":
         others = vars(_parser(None).parse_args([]))

@@ -1,1 +1,1 @@
-"""The engine thread, which owns the device, and the event loop's side of its streams."""
+"""The engine: a thread that owns the device, and streams that the event loop reads."""

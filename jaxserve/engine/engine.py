@@ -46,7 +46,7 @@ _MAX_UNREAD = 16 * 1024
 """Tokens and logprobs of one sequence that may wait for its client (about 6 MB)."""
 
 type Progress = Callable[[str, float], None]
-"""Called with the phase of start-up and its progress from 0 to 1."""
+"""Called with the start-up phase and its progress from 0 to 1."""
 
 type _Message = Posted | Overloaded
 
@@ -66,7 +66,7 @@ class AsyncEngine[P]:
         Args:
           build: runs on the engine thread; loads weights and compiles the buckets.
           limits: limits known before start-up; the context may turn out to be shorter.
-          metrics: where the engine counts.
+          metrics: counts steps, tokens and requests.
         """
         self._build = build
         self._limits = limits
@@ -82,7 +82,7 @@ class AsyncEngine[P]:
         self._error: str | None = None
         self._steps: StepLoop[P] | None = None
         self._operations: set[asyncio.Future[None]] = set()
-        """What waits for its turn between two steps."""
+        """Operations that wait for their turn between two steps."""
         self._changing = asyncio.Lock()
         self._sleeping = False
 
@@ -94,27 +94,27 @@ class AsyncEngine[P]:
         return self._limits
 
     async def start(self) -> None:
-        """Start the thread and wait until it serves. Raises what `build` raises."""
+        """Starts the thread and waits until it serves. Raises the exceptions of `build`."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         self._thread.start()
         await self._ready
 
     async def failure(self) -> str:
-        """Wait until the thread dies; returns the reason. Call it after `start` has returned."""
+        """Waits until the thread dies; returns the reason. Call it after `start` has returned."""
         await self._died.wait()
         return self._error or ""
 
     def drain(self) -> None:
-        """Refuse new requests. Running requests continue."""
+        """Refuses new requests. Running requests continue."""
         self._draining = True
 
     async def stop(self) -> None:
-        """End the thread after the step in flight. Open streams end with an error."""
+        """Ends the thread after the step in flight. Open streams end with an error."""
         self._draining = True
         self._inbox.close()
-        # Not join(), because the loop must deliver meanwhile. Start-up cannot be interrupted; its
-        # thread ends with the process.
+        # Does not join the thread, because the loop must deliver messages meanwhile. A start-up
+        # cannot be interrupted; its thread ends with the process.
         while self._phase == "serving" and self._thread.is_alive():
             await asyncio.sleep(0.01)
         stopping = Overloaded("the server is shutting down", retry_after=30.0)
@@ -124,7 +124,7 @@ class AsyncEngine[P]:
 
     @property
     def num_streams(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     def status(self) -> EngineStatus:
@@ -197,7 +197,7 @@ class AsyncEngine[P]:
 
     @property
     def runner(self) -> Any:
-        """The runner that `build` made. Only what is done between two steps may change it."""
+        """The runner that `build` made. Change it only between two steps."""
         assert self._steps is not None
         return self._steps.runner
 
@@ -220,7 +220,8 @@ class AsyncEngine[P]:
     async def use_weights(
         self, use: Callable[[], None], running: Running = Running.DRAIN
     ) -> WeightsChanged:
-        """Call what gives the runner other weights between two steps, as `change_weights`."""
+        """Calls `use` between two steps. It gives the runner other weights, as in
+        `change_weights`."""
         async with self._changing:
             return await self._use_weights(use, running, 0.0)
 
@@ -294,7 +295,7 @@ class AsyncEngine[P]:
         return self._steps
 
     async def _do(self, run: Callable[[], object], *, drain: bool = False) -> None:
-        """Run something on the engine's thread between two steps; raises what it raises."""
+        """Runs a function on the engine thread between two steps. Raises its exceptions."""
         self._check_accepting()
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
@@ -320,7 +321,7 @@ class AsyncEngine[P]:
                 future.set_exception(error)
 
     def _deliver(self, messages: list[Posted]) -> None:
-        """Deliver one step's messages. Messages of closed streams are dropped."""
+        """Delivers the messages of one step. Drops messages of closed streams."""
         for message in messages:
             if isinstance(message, EngineFailed):
                 for mailbox in self._streams.values():
@@ -332,13 +333,13 @@ class AsyncEngine[P]:
                 self._give_up(message.request_id, mailbox)
 
     def _give_up(self, request_id: str, mailbox: Mailbox[_Message]) -> None:
-        """End a request whose client does not read. Its unread output is dropped."""
+        """Ends a request whose client does not read. Drops its unread output."""
         text = f"{_MAX_UNREAD} tokens and logprobs waited for the client to read them"
         mailbox.replace(ReaderTooSlow(text))
         self._inbox.send(Abort(request_id))
 
     def _end_start(self, error: BaseException | None) -> None:
-        """Make `start` return or raise. Does nothing if `start` was cancelled."""
+        """Makes `start` return or raise. Does nothing if `start` was cancelled."""
         assert self._ready is not None
         if self._ready.done():
             return
@@ -353,14 +354,14 @@ class AsyncEngine[P]:
         self._call(self._deliver, messages)
 
     def _call[*Args](self, function: Callable[[*Args], object], *args: *Args) -> None:
-        """Call a function on the event loop, after earlier calls."""
+        """Calls a function on the event loop, after earlier calls."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
-        # An event loop with many streams is busy for long. With Python's default of 5 ms it would
-        # delay this thread by a whole step after each wait.
+        # An event loop with many streams keeps the interpreter lock for long. Python's default of
+        # 5 ms would delay this thread by a whole step after each wait.
         sys.setswitchinterval(SWITCH_INTERVAL)
         try:
             parts = self._build(self._report)
@@ -389,7 +390,7 @@ def _size(message: _Message) -> int:
 
 
 def _up_to_end(messages: list[_Message]) -> tuple[list[TokenEvent], Exception | None]:
-    """Returns the events up to the sequence's last one, and the error that ended it, if any."""
+    """Returns the events up to the end of the sequence, and the error that ended it, if any."""
     events: list[TokenEvent] = []
     for message in messages:
         if not isinstance(message, TokenEvent):

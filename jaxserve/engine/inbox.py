@@ -17,23 +17,23 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """A request whose client is gone."""
+    """A request whose client has disconnected."""
 
     request_id: str
 
 
 class ResetPrefixCache(NamedTuple):
-    """Forget all cached prefixes."""
+    """Empties the prefix cache."""
 
 
 class Between(NamedTuple):
-    """Something to do between two steps, with none in flight."""
+    """A function to run between two steps, with no step in flight."""
 
     run: Callable[[], object]
     done: Callable[[BaseException | None], object]
-    """Called with what `run` raised, or None."""
+    """Called with the exception that `run` raised, or None."""
     drain: bool
-    """Sequences that have begun end first; others wait."""
+    """Let the running sequences end first. Waiting sequences keep waiting."""
 
 
 type Command = Submit | Abort | ResetPrefixCache | Between
@@ -49,27 +49,27 @@ class Inbox:
 
     @property
     def num_submitted(self) -> int:
-        """Requests that were submitted and not taken yet. Callable from any thread."""
-        commands = tuple(self._commands)  # a copy: the other thread takes meanwhile
+        """Submitted requests that the engine thread has not taken yet. Callable from any thread."""
+        commands = tuple(self._commands)  # a copy: the other thread takes commands meanwhile
         return sum(isinstance(command, Submit) for command in commands)
 
     @property
     def closed(self) -> bool:
-        """Whether the engine is asked to stop."""
+        """Whether `close` was called."""
         return self._closed
 
     def send(self, command: Command) -> None:
-        """Puts a message in and wakes the engine thread. Called by any thread."""
+        """Adds a command and wakes the engine thread. Callable from any thread."""
         self._commands.append(command)
         self._wake.set()
 
     def close(self) -> None:
-        """Tell the engine thread to end."""
+        """Tells the engine thread to end."""
         self._closed = True
         self._wake.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a command after the last `take`. Returns False if none came in time."""
+        """Waits for a command after the last `take`. Returns False if none came in time."""
         return self._wake.wait(timeout)
 
     def take(self) -> Iterator[Command]:

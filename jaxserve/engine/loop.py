@@ -30,10 +30,11 @@ from jaxserve.scheduler.transfers import MovesFailed
 log = logging.getLogger(__name__)
 
 _GUIDE_WAIT, _IDLE_GUIDE_WAIT = 0.001, 0.05
-"""Seconds that planning waits for structured output's masks: with a step in flight, and without."""
+"""Seconds that planning waits for the masks of structured output: with a step in flight, and
+without."""
 
 _COPY_WAIT = 0.0002
-"""Seconds between two looks at pages on their way to or from the host, while no step runs."""
+"""Seconds between two polls of page copies to or from the host while no step runs."""
 
 _QUIET = 1.0
 """Seconds without work before `Scheduler.check` runs. The check takes milliseconds, which would
@@ -43,7 +44,7 @@ _STEP_FAILED = "a step failed; the sequences that it held end with an error"
 
 
 class StepRunner[P](Protocol):
-    """What the engine needs from a runner."""
+    """The methods of a runner that the engine calls."""
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]: ...
     def launch(self, plan: StepPlan) -> P: ...
@@ -56,37 +57,42 @@ class WeightStore(Protocol):
 
     @property
     def model(self) -> str:
-        """Where the served weights came from."""
+        """Source of the weights that the engine serves."""
         ...
 
     def load(self, change: WeightChange) -> Callable[[], None]:
-        """Load other weights beside those that are served, on any thread. Returns what serves
-        them; call it between two steps.
+        """Loads other weights beside the current ones. Callable from any thread. Returns a function
+        that switches to them; call it between two steps.
 
         Raises:
-          WeightsRefused: they cannot be loaded or do not fit.
+          WeightsRefused: the weights cannot be loaded or do not fit.
         """
         ...
 
     def sleep(self, *, drop_weights: bool) -> None:
-        """Free the device state, and the weights if told to. Call it between two steps."""
+        """Frees the device state, and also the weights if `drop_weights`. Call it between two
+        steps."""
         ...
 
     def reload(self) -> Callable[[], None]:
-        """Load what `sleep` has dropped, on any thread. Returns what makes the engine able to run
-        steps again, as `load`. Raises WeightsRefused."""
+        """Loads the state that `sleep` dropped. Callable from any thread. Returns a function that
+        makes the engine ready to run steps; call it between two steps.
+
+        Raises:
+          WeightsRefused: the weights cannot be loaded or do not fit.
+        """
         ...
 
 
 class Parts[P](NamedTuple):
-    """The scheduler and runner that the engine thread drives; made on that thread."""
+    """The scheduler and the runner of the engine thread, which also makes them."""
 
     scheduler: Scheduler
     runner: StepRunner[P]
     weights: WeightStore | None = None
-    """What changes the runner's weights; None: they stay."""
+    """Changes the runner's weights; None: the weights never change."""
     close: Callable[[], None] | None = None
-    """Called when no step runs any more."""
+    """Called after the last step."""
 
 
 class Refused(NamedTuple):
@@ -109,7 +115,7 @@ class StepLoop[P]:
         post: Callable[[list[Posted]], None],
         metrics: Metrics,
     ):
-        """`post` receives the messages of one step."""
+        """`post` gets the messages of one step."""
         self.scheduler, self.runner, self.store, self._close = parts
         self._inbox = inbox
         self._post = post
@@ -121,13 +127,13 @@ class StepLoop[P]:
         self._last_step = time.monotonic()
         self._between: deque[Between] = deque()
         self.paused = False
-        """No step is planned."""
+        """No step is planned while this is true."""
         self._arrived = False
-        """In this turn sequences have ceased to wait for pages from the host."""
+        """Sequences stopped waiting for pages from the host in this turn."""
         self.last_gap = 0.0
-        """Seconds of the last thing done between two steps, the wait for the step before it too."""
+        """Seconds of the last operation between two steps, with the wait for the step before it."""
         self.weights = 0
-        """The version that is served."""
+        """Version of the served weights."""
 
     @property
     def last_step_age(self) -> float:
@@ -135,8 +141,8 @@ class StepLoop[P]:
         return 0.0 if self._idle else time.monotonic() - self._last_step
 
     def run(self) -> None:
-        """Run steps until the inbox is closed. Each step is launched before the results of the
-        previous one are read."""
+        """Runs steps until the inbox is closed. Launches each step before it reads the results of
+        the previous one."""
         scheduler = self.scheduler
         in_flight: tuple[StepPlan, P] | None = None
         while not self._inbox.closed:
@@ -144,7 +150,7 @@ class StepLoop[P]:
             self._idle = in_flight is None and not working and not self._between
             if self._idle:
                 self._rest()
-                self._last_step = time.monotonic()  # idle is not stuck
+                self._last_step = time.monotonic()  # an idle engine is not stalled
             self._read_inbox()
             self._idle = False
             if self._between:
@@ -153,18 +159,18 @@ class StepLoop[P]:
             in_flight = self._finish(in_flight) if self.paused else self._advance(in_flight)
             idle = began is in_flight is None and not self._arrived and not self.paused
             if idle and scheduler.is_moving_pages:
-                self._inbox.wait(_COPY_WAIT)  # nothing can run until copies have ended
+                self._inbox.wait(_COPY_WAIT)  # no step can run until copies have ended
             self._last_step = time.monotonic()
         if in_flight is not None:
             with contextlib.suppress(Exception):
-                # Nobody waits for it, but XLA aborts a process that ends in the middle of a step.
+                # Nobody needs the results, but XLA aborts a process that ends during a step.
                 self.runner.collect(in_flight[1])
         if self._close is not None:
             self._close()
 
     def _rest(self) -> None:
-        """Wait for a command. After `_QUIET` seconds, check the scheduler's accounts once, and let
-        the last steps go."""
+        """Waits for a command. After `_QUIET` seconds it checks the scheduler's accounts once and
+        drops the recent steps."""
         if not self._inbox.wait(_QUIET):
             self.recent.forget()
             _check_accounts(self.scheduler)
@@ -183,7 +189,7 @@ class StepLoop[P]:
                     self._between.append(command)
 
     def _do_between(self, in_flight: tuple[StepPlan, P] | None) -> tuple[StepPlan, P] | None:
-        """Do what is to be done between two steps, unless sequences must end before. Returns the
+        """Runs the operations due between two steps, unless sequences must end first. Returns the
         step in flight."""
         scheduler = self.scheduler
         while self._between:
@@ -192,7 +198,9 @@ class StepLoop[P]:
                 if not self.paused:
                     scheduler.hold(True)
                     return in_flight
-                error = WeightsRefused("paused with running sequences, which can not end first")
+                error = WeightsRefused(
+                    "the engine is paused with running sequences, which cannot end; resume it first"
+                )
             began = time.perf_counter()
             in_flight = self._finish(in_flight)
             self._between.popleft()
@@ -208,7 +216,7 @@ class StepLoop[P]:
         return None
 
     def _finish(self, in_flight: tuple[StepPlan, P] | None) -> None:
-        """Read the results of the step in flight. None is in flight then."""
+        """Reads the results of the step in flight. No step is in flight afterwards."""
         if in_flight is None:
             return
         try:
@@ -220,7 +228,7 @@ class StepLoop[P]:
         self._count_scheduled()
 
     def _add(self, request: Request) -> None:
-        """Queue a request. Any failure here ends this request only."""
+        """Queues a request. Any failure here ends only this request."""
         try:
             self.scheduler.add(request)
         except (Rejected, Overloaded) as error:
@@ -230,7 +238,7 @@ class StepLoop[P]:
             self._publish([TokenEvent(request.id, None, FinishReason.ERROR)])
 
     def _advance(self, in_flight: tuple[StepPlan, P] | None) -> tuple[StepPlan, P] | None:
-        """Launch one step and finish the previous one. Returns the step now in flight."""
+        """Launches one step and finishes the previous one. Returns the step now in flight."""
         scheduler, runner = self.scheduler, self.runner
         try:
             for request_id, missed in scheduler.shed():
@@ -239,7 +247,7 @@ class StepLoop[P]:
             self._publish(scheduler.await_guides(_GUIDE_WAIT if in_flight else _IDLE_GUIDE_WAIT))
             plan = scheduler.plan()
         except Exception:
-            log.exception("a plan could not be made; all requests end with an error")
+            log.exception("planning a step failed; all requests end with an error")
             self._recover(None)
             return None
         launched: tuple[StepPlan, P] | None = None
@@ -251,7 +259,9 @@ class StepLoop[P]:
             self._arrived = scheduler.poll_host()
             self._move_pages()
         except MovesFailed:
-            log.exception("moving pages of the prefix cache failed; what runs is computed again")
+            log.exception(
+                "moving pages to or from the host failed; running sequences are recomputed"
+            )
             self._finish(in_flight)
             self._finish(launched)
             self._recover([])
@@ -265,7 +275,7 @@ class StepLoop[P]:
             try:
                 sampled = self._collect(*in_flight)
                 self._publish(scheduler.commit(in_flight[0], sampled))
-            except Exception:  # the step launched after it used its state
+            except Exception:  # the step launched after it used its state, so it failed too
                 log.exception(_STEP_FAILED)
                 lost = [in_flight[0], *([] if plan is None else [plan])]
         self._count_scheduled()
@@ -275,9 +285,9 @@ class StepLoop[P]:
         return launched
 
     def _move_pages(self) -> None:
-        """Launch moves of pages: before a step those that its plan asks for, and behind it what has
-        come from the host, or goes there ahead. So what a tier takes of this thread passes while
-        the device has steps to run."""
+        """Launches moves of pages. Before a step it launches the moves that the plan needs. After
+        the launch of a step it launches loads that have arrived and stores ahead of eviction. So
+        this thread's work for the tier overlaps with steps on the device."""
         host = self.scheduler.host
         moves = None if host is None else host.take()
         if host is not None and moves is not None:
@@ -294,7 +304,7 @@ class StepLoop[P]:
         return sampled
 
     def _recover(self, lost: list[StepPlan] | None) -> None:
-        """End the requests of lost steps (None: all) and reset the device state."""
+        """Ends the requests of lost steps (None: all) and resets the device state."""
         self._publish(self.scheduler.fail(lost))
         self.runner.reset()
 
@@ -333,4 +343,4 @@ def _check_accounts(scheduler: Scheduler) -> None:
     try:
         scheduler.check()
     except AssertionError as error:
-        log.critical("the scheduler's accounts are wrong, please report this: %s", error)
+        log.critical("the scheduler's accounts are inconsistent, please report this: %s", error)

@@ -6,23 +6,23 @@ import asyncio
 
 
 class Mailbox[T]:
-    """A queue for one reader. Both sides run on one event loop.
+    """A queue with one reader. Producer and reader run on the same event loop.
 
     A reader takes all items at once. Under load that saves one turn of the loop and one network
-    packet per item. The mailbox has a size limit for readers whose clients stop reading.
+    packet per item. The size limit protects against clients that stop reading.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_size: int):
-        """`max_size`: the largest sum of the sizes of waiting items, as given to `put`."""
+        """`max_size`: the largest sum of the waiting items' sizes, as given to `put`."""
         self._loop = loop
         self._max_size = max_size
         self._items: list[T] = []
         self._size = 0
         self._reader: asyncio.Future[None] | None = None
-        """Set while a reader waits, or was woken and has not run yet."""
+        """Set while a reader waits, or is woken but has not run yet."""
 
     def put(self, item: T, size: int = 0) -> bool:
-        """Append an item. Returns False if the mailbox is over its size and nobody reads."""
+        """Appends an item. Returns False if the mailbox is over its limit and no reader waits."""
         self._items.append(item)
         self._size += size
         if self._reader is None:
@@ -32,11 +32,11 @@ class Mailbox[T]:
         return True
 
     def replace(self, item: T) -> None:
-        """Drop all waiting items and put this one in their place."""
+        """Drops all waiting items and puts this one in their place."""
         self._items, self._size = [item], 0
 
     async def take(self) -> list[T]:
-        """Wait for at least one item; returns all."""
+        """Waits for at least one item; returns all items."""
         if not self._items:
             self._reader = self._loop.create_future()
             try:

@@ -1,4 +1,4 @@
-"""The newest steps, for people who watch: kept by the engine's thread, described by another."""
+"""The most recent steps, for people who watch. The engine thread adds them, other threads read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxserve.plan import StepPlan
 from jaxserve.views import StepView
 
 _KEPT = 64
-"""Steps: more than a fast card runs between two looks, and few enough that their plans are small.
-Decode steps of 256 rows take 3 MB, references to the tokens of chunks of 8,192 4 MB more."""
+"""Steps to keep: more than a fast GPU runs between two polls, few enough that plans stay small.
+Decode steps of 256 rows take 3 MB; references to the tokens of chunks of 8,192 take 4 MB more."""
 
 
 class _Finished(NamedTuple):
@@ -24,9 +24,9 @@ class _Finished(NamedTuple):
 
 
 class RecentSteps:
-    """A ring of finished steps. One thread adds; any may read.
+    """A ring of finished steps. One thread adds steps; any thread may read.
 
-    Adding keeps references and computes nothing: what a step held is found out by who asks.
+    Adding only stores references. The reader computes the views.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,16 @@ class RecentSteps:
         self._ring: deque[_Finished] = deque(maxlen=_KEPT)
 
     def add(self, plan: StepPlan, seconds: float | None, size: StepSize) -> None:
-        """Keep a step that took `seconds` (None: not known) in a bucket of this size."""
+        """Adds a step that took `seconds` (None: unknown) in a bucket of this size."""
         self._ring.append(_Finished(next(self._numbers), plan, seconds, size))
 
     def forget(self) -> None:
-        """Keep no step any longer, when there is nothing to do. Numbers go on."""
+        """Drops all steps, when the engine is idle. Step numbers continue."""
         self._ring.clear()
 
     def since(self, number: int, expected: Callable[[StepPlan], float | None]) -> list[StepView]:
         """Returns the kept steps after step `number`. `expected` predicts a plan's seconds."""
-        kept = self._ring.copy()  # at once, where iterating would meet the other thread's changes
+        kept = self._ring.copy()  # atomic; iterating would race with the adding thread
         return [_view(step, expected) for step in kept if step.number > number]
 
 

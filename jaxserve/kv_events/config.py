@@ -1,4 +1,4 @@
-"""The settings of KV cache events: vLLM's JSON of --kv-events-config."""
+"""Settings of KV cache events: the JSON of vLLM's --kv-events-config."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from jaxserve.config import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """vLLM's names and defaults, and one of ours: `encoding`."""
+    """Names and defaults are vLLM's, except `encoding`."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None
-    """None: zmq if events are enabled."""
+    """None: `zmq` if events are enabled."""
     endpoint: str = "tcp://*:5557"
-    """Of the live events. A wildcard, ipc or inproc is bound, anything else connected to."""
+    """Endpoint of live events. Wildcard, ipc and inproc addresses are bound, others connected."""
     replay_endpoint: str | None = None
-    """Where past batches can be asked for; always bound."""
+    """Endpoint that answers requests for past batches; always bound."""
     buffer_steps: int = 10_000
-    """Batches that are kept for that."""
+    """Number of past batches to keep."""
     hwm: int = 100_000
-    """Batches that wait for a slow subscriber until some are dropped for it; 0: any number."""
+    """The most batches that wait for a slow subscriber. Above this, batches are dropped for it. 0:
+    no limit."""
     max_queue_size: int = 100_000
-    """Steps whose events wait to be published until some are dropped."""
+    """The most steps whose events wait to be published. Above this, events are dropped."""
     topic: str = ""
     encoding: Literal["map", "array"] = "map"
-    """Of events: with the names of their fields, or by position as vLLM before June 2026."""
+    """Encoding of events: `map` has field names; `array` has positions, as vLLM before June
+    2026."""
 
     def __post_init__(self) -> None:
         for name, least in (("buffer_steps", 1), ("hwm", 0), ("max_queue_size", 1)):
@@ -53,7 +55,7 @@ class KVEventsConfig:
 
     @property
     def binds(self) -> bool:
-        """Whether subscribers connect to the endpoint, and not the endpoint to them."""
+        """Whether the endpoint is bound, so that subscribers connect to it."""
         address = self.endpoint
         return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
 
@@ -62,7 +64,7 @@ def parse_config(text: str) -> KVEventsConfig:
     """Reads the value of --kv-events-config.
 
     Raises:
-      ConfigError: it is no JSON object, or a key is unknown or has a value of the wrong kind.
+      ConfigError: the text is no JSON object, a key is unknown, or a value has the wrong type.
     """
     try:
         given: Any = json.loads(text)

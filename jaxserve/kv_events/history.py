@@ -1,4 +1,4 @@
-"""The numbered batches that were published last, and the pages that are cached after them."""
+"""The most recent numbered batches, and the cached pages after them."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ class _Page(NamedTuple):
 
     parent: bytes | None
     tokens: bytes
-    """As int32."""
+    """Token ids as int32."""
     salt: str
     group: int | None
     window: int | None
 
 
 class History:
-    """Gives batches consecutive numbers from 0 and answers who asks for them again.
+    """Numbers batches from 0 and answers requests for past ones.
 
-    A ring holds the newest batches. Who asks for an older number gets everything that is cached
-    under that number, and empty batches up to the newest: so an index that starts late, or missed
-    more than the ring holds, becomes complete, with no number missing.
+    A ring holds the newest batches. The answer for an older number has all cached pages under that
+    number, and then empty batches up to the newest. So an index that starts late, or missed more
+    than the ring holds, becomes complete without a missing number.
 
-    What cannot be right is left out: pages behind one that is not cached, and removals of what is
-    not. There is none of that unless the events of a step were lost.
+    Inconsistent events are left out: pages after a page that is not cached, and removals of pages
+    that are not cached. They occur only if the events of a step were lost.
     """
 
     def __init__(self, buffer_steps: int, *, as_array: bool = False):
-        """`buffer_steps`: batches that the ring holds. `as_array`: see `wire.encode`."""
+        """`buffer_steps`: number of batches in the ring. `as_array`: see `wire.encode`."""
         self._batches: deque[bytes] = deque(maxlen=buffer_steps)
         self._pages: dict[tuple[int | None, bytes], _Page] = {}
-        """By group and hash, in the order of storing: each after its parent."""
+        """Pages by group and hash, in order of storing: each page after its parent."""
         self._next = 0
         self._as_array = as_array
         self._lock = threading.Lock()
 
     @property
     def num_batches(self) -> int:
-        """Numbers that were given."""
+        """Number of batches so far."""
         return self._next
 
     @property
     def num_pages(self) -> int:
-        """Cached pages of all groups."""
+        """Number of cached pages in all groups."""
         return len(self._pages)
 
     def append(self, events: Iterable[CacheEvent]) -> tuple[int, bytes] | None:
-        """Returns the number and the payload of a batch of events; None if nothing of them is left.
+        """Adds a batch of events. Returns its number and payload; None if no event is left.
 
-        Callable from one thread, while others call `since`.
+        Call it on one thread. Other threads may call `since` meanwhile.
         """
         with self._lock:
             kept = [kept for event in events if (kept := self._apply(event)) is not None]
@@ -85,7 +85,7 @@ class History:
             yield number, empty
 
     def _apply(self, event: CacheEvent) -> CacheEvent | None:
-        """Change the pages as the event says. Returns what is to be told of it."""
+        """Applies an event to the pages. Returns the consistent part of the event, or None."""
         match event:
             case Stored():
                 return event if self._store(event) else None
@@ -109,7 +109,7 @@ class History:
 
 
 def _stored_again(pages: list[tuple[tuple[int | None, bytes], _Page]]) -> Iterator[Stored]:
-    """Yields pages as events, each with those that follow each other in the list."""
+    """Yields pages as events. Each event has pages that follow each other in the list."""
     run: Stored | None = None
     for (group, content), page in pages:
         tokens = array("i", page.tokens).tolist()

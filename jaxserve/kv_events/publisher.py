@@ -1,11 +1,11 @@
-"""The ZMQ sockets of KV cache events: live batches, and past ones on request.
+"""The ZMQ sockets of KV cache events: live batches, and past batches on request.
 
-Nothing here waits on the engine's thread, which only puts a step's events into a queue. One thread
-numbers, keeps and sends batches, another answers requests for past ones.
+The engine thread only puts a step's events into a queue and never waits. One thread numbers, keeps
+and sends batches. Another thread answers requests for past batches.
 
-Framing is that of vLLM 0.33. Live (PUB): topic, number, payload. A request (to ROUTER): an empty
-frame and a number. Each part of the answer: an empty frame, topic, number, payload; the last has
-the number -1 and no payload. Numbers are 8 bytes, big-endian.
+The framing is that of vLLM 0.33. A live message (PUB) is topic, number, payload. A request (to
+ROUTER) is an empty frame and a number. Each part of the answer is an empty frame, topic, number,
+payload. The last part has number -1 and no payload. Numbers are 8 bytes, big-endian.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from jaxserve.metrics.metrics import Metrics
 log = logging.getLogger(__name__)
 
 _MERGED = 0.1
-"""Seconds of steps that one batch holds. Whoever asks for a number that is no longer kept gets all
-numbers since, so there should not be too many; and each batch wakes a thread beside the engine's.
-Routers that wait less guess: llm-d for 2 s.
+"""Seconds of steps that one batch holds. Batches should be few: a request for a number that is no
+longer kept gets all later numbers, and each batch wakes a thread beside the engine's. Routers that
+guess in the meantime do so for longer: llm-d for 2 s.
 """
 
 _LOOK = 200
-"""Milliseconds between two looks whether the publisher is closed."""
+"""Milliseconds between two checks of whether the publisher is closed."""
 
 _PATIENCE = 2.0
-"""Seconds without reading after which the answer to a request is given up."""
+"""An answer is given up if the peer does not read for this many seconds."""
 
 _ANSWER = 120.0
-"""Seconds that an answer may take in all; llm-d waits as long."""
+"""The most seconds for one answer; llm-d waits as long."""
 
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -49,20 +49,21 @@ _END = (-1).to_bytes(8, "big", signed=True)
 class ZmqPublisher:
     """Publishes the events of one scheduler.
 
-    A slow or dead subscriber loses batches once `hwm` of them wait for it. It sees that a number
-    is missing and asks for it. If `max_queue_size` steps wait to be numbered, which only a process
-    without processor time can cause, further steps are dropped and counted, and the next batch
-    begins with `Cleared`: an index then knows less than is cached, never more.
+    A slow or dead subscriber loses batches when `hwm` of them wait for it. It then sees a missing
+    number and requests it. If `max_queue_size` steps wait to be numbered, which happens only
+    without CPU time, further steps are dropped and counted. The next batch then begins with
+    `Cleared`, so that an index knows less than is cached, never more.
     """
 
     def __init__(self, config: KVEventsConfig, metrics: Metrics):
-        """Listens and starts the threads. Raises ConfigError: an address cannot be used."""
+        """Opens the sockets and starts the threads. Raises ConfigError if an address cannot be
+        used."""
         self._metrics = metrics
         self._limit = config.max_queue_size
         self._topic = config.topic.encode()
         self._queue: SimpleQueue[list[CacheEvent] | None] = SimpleQueue()
         self._lossy = False
-        """The events of the last step were dropped."""
+        """Whether the events of the last step were dropped."""
         self._closed = False
         self._history = History(config.buffer_steps, as_array=config.encoding == "array")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -72,7 +73,7 @@ class ZmqPublisher:
             endpoint = _attach(self._live, config.endpoint, bind=config.binds)
             replay = config.replay_endpoint
             if replay is not None:
-                # A peer tells what it has read in halves of this number, so it fits a whole ring.
+                # A peer reports its reads in steps of half this number, so a whole ring must fit.
                 self._replay = self._open(zmq.ROUTER, 2 * (config.buffer_steps + 1))
                 self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 replay = _attach(self._replay, replay, bind=True)
@@ -80,7 +81,7 @@ class ZmqPublisher:
             self._context.destroy(linger=0)
             raise
         self.config = replace(config, publisher="zmq", endpoint=endpoint, replay_endpoint=replay)
-        """With the ports that the system chose."""
+        """The configuration with the ports that the system chose."""
         self._threads = [threading.Thread(target=self._send, name="kv-events", daemon=True)]
         if self._replay is not None:
             self._threads.append(
@@ -93,21 +94,21 @@ class ZmqPublisher:
 
     @property
     def num_batches(self) -> int:
-        """Batches that have a number."""
+        """Number of batches so far."""
         return self._history.num_batches
 
     @property
     def num_pages(self) -> int:
-        """Cached pages that batches so far told of."""
+        """Number of cached pages that the batches so far reported."""
         return self._history.num_pages
 
     @property
     def sources(self) -> dict[str, dict[str, Any]]:
-        """The configuration by data-parallel rank, as `GET /kv_event_sources` answers."""
+        """The configuration by data-parallel rank, as in the answer of `GET /kv_event_sources`."""
         return {"0": asdict(self.config)}
 
     def publish(self, events: list[CacheEvent]) -> None:
-        """Takes the events of a step: a `Sink`. Call it on one thread."""
+        """Takes the events of a step; a `Sink`. Call it on one thread."""
         if self._queue.qsize() >= self._limit:
             self._lossy = True
             self._metrics.count_dropped_kv_events()
@@ -117,7 +118,7 @@ class ZmqPublisher:
         self._queue.put(events)
 
     def close(self) -> None:
-        """Sends what waits, and ends. Nothing is published afterwards."""
+        """Sends the waiting events and ends. Nothing is published afterwards."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -146,10 +147,10 @@ class ZmqPublisher:
                 self._live.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
                 self._metrics.count_kv_event_batch()
             except Exception:
-                log.exception("a batch of KV cache events could not be sent")
+                log.exception("sending a batch of KV cache events failed")
 
     def _next_events(self) -> tuple[list[CacheEvent], bool]:
-        """Waits for events and returns those of `_MERGED` seconds, and whether more may come."""
+        """Waits for events. Returns the events of `_MERGED` seconds, and whether more may come."""
         taken = self._queue.get()
         if taken is None:
             return [], False
@@ -174,13 +175,13 @@ class ZmqPublisher:
             try:
                 self._answer(socket, socket.recv_multipart())
             except zmq.ZMQError as error:
-                log.warning("past KV cache events could not be sent: %s", error)
+                log.warning("sending past KV cache events failed: %s", error)
             except Exception:
-                log.exception("past KV cache events could not be sent")
+                log.exception("sending past KV cache events failed")
 
     def _answer(self, socket: zmq.Socket[bytes], request: list[bytes]) -> None:
         if len(request) != 3 or len(request[2]) != 8:
-            log.warning("a request for past KV cache events is not an empty frame and a number")
+            log.warning("a request for past KV cache events must be an empty frame and a number")
             return
         peer, start = request[0], int.from_bytes(request[2], "big")
         self._metrics.count_kv_event_replay()
@@ -193,8 +194,8 @@ class ZmqPublisher:
 
 
 def _sent(socket: zmq.Socket[bytes], frames: list[bytes], deadline: float) -> bool:
-    """Sends one part of an answer. Returns False if the peer does not read, or not until the
-    deadline. ZMQError: the peer is gone."""
+    """Sends one part of an answer. Returns False if the peer does not read in time. Raises ZMQError
+    if the peer is gone."""
     until = min(deadline, time.monotonic() + _PATIENCE)
     while True:
         try:
@@ -207,8 +208,8 @@ def _sent(socket: zmq.Socket[bytes], frames: list[bytes], deadline: float) -> bo
 
 
 def _attach(socket: zmq.Socket[bytes], address: str, *, bind: bool) -> str:
-    """Binds or connects a socket. Returns the address, with the port that the system chose if it
-    was left open. Raises ConfigError."""
+    """Binds or connects a socket. Returns the address, with the port if the system chose it. Raises
+    ConfigError."""
     try:
         (socket.bind if bind else socket.connect)(address)
     except zmq.ZMQError as error:

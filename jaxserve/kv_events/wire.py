@@ -1,8 +1,8 @@
 """The bytes of a batch of events: msgpack in the schema of vLLM 0.33.
 
-A batch is an array: Unix time in seconds, events, data-parallel rank, which is 0. An event is a map
-with its kind under `type`, or an array that begins with the kind. Routers take hashes for opaque
-names and hash the token ids themselves.
+A batch is an array: Unix time in seconds, events, and the data-parallel rank, which is 0. An event
+is a map with its kind under `type`, or an array that begins with the kind. Routers treat hashes as
+opaque names and hash the token ids themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from jaxserve.kv_events.events import CacheEvent, Cleared, Removed, Stored
 
 MEDIUM = "GPU"
-"""Where pages are. Other media are slower tiers to routers, so a CPU device says the same."""
+"""Location of pages. Routers treat other media as slower tiers, so a CPU device also says GPU."""
 
 
 class _Stored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
@@ -27,7 +27,7 @@ class _Stored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
     medium: str
     lora_name: None
     extra_keys: list[list[str] | None] | None = None
-    """Per page what its hash covers beside tokens: the salt, with the first page of a prompt."""
+    """Per page, what its hash covers besides tokens: the salt, for the first page of a prompt."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -35,7 +35,7 @@ class _Stored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
 
 class _SaltedStored(_Stored, tag="BlockStored"):
     cache_salt: str | None = None
-    """SGLang's field, which Dynamo reads. An array has no place for it."""
+    """SGLang's field, which Dynamo reads. The array encoding has no place for it."""
 
 
 class _StoredArray(_Stored, array_like=True, tag="BlockStored"): ...
@@ -64,7 +64,7 @@ def encode(timestamp: float, events: Sequence[CacheEvent], *, array: bool) -> by
 
     Args:
       timestamp: Unix time in seconds.
-      array: events by position instead of by name.
+      array: encode events by position instead of by name.
     """
     return _ENCODER.encode((timestamp, [_wire(event, array=array) for event in events], 0))
 
@@ -104,5 +104,5 @@ def _stored(event: Stored, *, array: bool) -> msgspec.Struct:
 
 
 def number_of(content: bytes) -> int:
-    """Returns the name of a page for others: the low 64 bits of its hash, unsigned."""
+    """Returns the public name of a page: the low 64 bits of its hash, unsigned."""
     return int.from_bytes(content[-8:], "big")

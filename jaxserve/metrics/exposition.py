@@ -1,8 +1,8 @@
-"""Prometheus metrics that are cheap to observe and to read: a scrape formats what has changed since
-the one before it, and nothing else.
+"""Prometheus metrics that are cheap to observe and to scrape. A scrape formats only values that
+have changed since the previous scrape.
 
-The client library formats every sample at every scrape: 8 ms for 80 KB, several times that beside a
-busy engine, and routers scrape 20 times a second.
+The client library formats every sample at every scrape. That takes 8 ms for 80 KB, and several
+times as long beside a busy engine. Routers scrape 20 times a second.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from prometheus_client.utils import floatToGoString
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 PROCESS_SECONDS = 1.0
-"""How old what the system says of the process may be. To count open files takes up to 1 ms."""
+"""Maximum age of the process metrics. Counting open files takes up to 1 ms."""
 
 type Labels = tuple[tuple[str, str], ...]
-"""Names and values, by name."""
+"""Label names and values, sorted by name."""
 
 
 class Value(Protocol):
-    """What a metric family has for one set of labels."""
+    """The value of a metric family for one set of labels."""
 
     version: int
-    """Another one after each change."""
+    """Differs after each change."""
 
     def lines(self, name: str, labels: Labels) -> Callable[[], str]:
-        """Returns what formats the value as it is then, as lines of text."""
+        """Returns a function that formats the current value as lines of text."""
         ...
 
 
@@ -47,13 +47,13 @@ class Number:
         self._lock = threading.Lock()
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add to the value."""
+        """Adds to the value."""
         with self._lock:
             self.value += amount
             self.version += 1
 
     def set(self, value: float) -> None:
-        """Replace the value."""
+        """Replaces the value."""
         if value != self.value:
             with self._lock:
                 self.value = value
@@ -77,7 +77,7 @@ class Histogram:
         self._lock = threading.Lock()
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count the same value `count` times."""
+        """Counts the same value `count` times."""
         place = bisect_left(self.bounds, value)
         with self._lock:
             self._counts[place] += count
@@ -85,7 +85,8 @@ class Histogram:
             self.version += 1
 
     def state(self) -> tuple[list[int], float]:
-        """Returns the numbers of values of at most each bound, infinity included, and their sum."""
+        """Returns the number of values up to each bound, infinity included, and the sum of
+        values."""
         with self._lock:
             return list(accumulate(self._counts)), self._sum
 
@@ -105,22 +106,23 @@ class Histogram:
 
 
 class TokenHistogram(Histogram):
-    """For values observed at every token: without a lock. One thread observes; any may read."""
+    """A histogram without a lock, for values observed at every token. One thread observes; any
+    thread may read."""
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count the same value `count` times."""
+        """Counts the same value `count` times."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
         self.version += 1
 
 
 class Family[V: Value]:
-    """Values of one name and kind, by labels."""
+    """All values of one metric name and kind, by labels."""
 
     def __init__(
         self, name: str, kind: str, text: str, labels: Sequence[str], new: Callable[[], V]
     ):
-        """`new`: makes the value of labels that are seen for the first time."""
+        """`new`: makes the value when a set of labels first appears."""
         self.name, self.kind = name, kind
         self._head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
         self._names, self._new = sorted(labels), new
@@ -130,7 +132,7 @@ class Family[V: Value]:
         self._formatted: dict[Labels, tuple[int, str]] = {}
 
     def labels(self, **labels: str) -> V:
-        """Returns the value of these labels."""
+        """Returns the value for these labels."""
         key = tuple([(name, labels[name]) for name in self._names])
         if (value := self.values.get(key)) is None:
             with self._lock:
@@ -138,7 +140,7 @@ class Family[V: Value]:
         return value
 
     def under(self, name: str) -> Family[V]:
-        """Returns a family with the same values and another name; its text is this one's."""
+        """Returns a family with the same values and help text under another name."""
         second = Family(name, self.kind, self.name, self._names, self._new)
         second.values = self.values
         return second
@@ -149,7 +151,7 @@ class Family[V: Value]:
 
     def _of(self, item: tuple[Labels, V]) -> str:
         labels, value = item
-        version = value.version  # before the value: what changes meanwhile is formatted again
+        version = value.version  # read first: a change meanwhile is formatted in the next scrape
         found, text = self._formatted.get(labels, (None, ""))
         if found != version:
             if (format_now := self._formats.get(labels)) is None:
@@ -160,16 +162,16 @@ class Family[V: Value]:
 
 
 class Registry:
-    """The metric families of a server, in the order in which they were made."""
+    """The metric families of a server, in order of creation."""
 
     def __init__(self) -> None:
         self._families: dict[str, Family[Number] | Family[Histogram]] = {}
         self._of_series: dict[str, str] = {}
-        """Names of families, by their own and by those of their series."""
+        """Family names by series name and by family name."""
         self._process = _Process()
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Family[Number]:
-        """Adds a counter; `_total` comes after its name."""
+        """Adds a counter. Its series is the name with `_total`."""
         family = Family(f"{name}_total", "counter", text, labels, Number)
         self._add(family)
         return family
@@ -193,12 +195,12 @@ class Registry:
         return family
 
     def also(self, former: str, name: str) -> None:
-        """Exports the family of this name under a former one, too."""
+        """Also exports the family `name` under a former name."""
         self._add(self._families[name].under(former))
 
     def exposition(self, names: Collection[str] | None = None) -> bytes:
-        """Returns all families as text of type CONTENT_TYPE, or those that have one of the names
-        or a series of such a name."""
+        """Returns families as text of type CONTENT_TYPE: all of them, or those with one of these
+        family or series names."""
         if names is None:
             return "".join([self._process.text(), *self._texts(self._families)]).encode()
         families = {self._of_series[name] for name in names if name in self._of_series}
@@ -209,14 +211,14 @@ class Registry:
 
     def _add(self, family: Family[Number] | Family[Histogram]) -> None:
         if family.name in self._families:
-            raise ValueError(f"there is a metric {family.name} already")
+            raise ValueError(f"the metric {family.name} exists already")
         self._families[family.name] = family
         for part in ("", "_bucket", "_count", "_sum"):
             self._of_series[f"{family.name}{part}"] = family.name
 
 
 class _Process:
-    """What the system says of the process, asked at most once in PROCESS_SECONDS."""
+    """Metrics of the process, read from the system at most once per PROCESS_SECONDS."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -239,7 +241,7 @@ def _escaped(value: str) -> str:
 
 
 def _text(number: float) -> str:
-    """As Go writes it."""
+    """Formats a number like the Go client."""
     if type(number) is int and 0 <= number < 1_000_000:
         return f"{number}.0"
     return floatToGoString(number)

@@ -1,4 +1,4 @@
-"""The metrics: names (vLLM's where it has one, else `jaxserve_*`), labels and buckets."""
+"""The metric families: names (vLLM's if it has one, else `jaxserve_*`), labels and buckets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RATIO = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class Families:
-    """Declares metrics with the model's labels."""
+    """Declares metrics that carry the model's labels."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str]):
         self._registry = registry
@@ -69,53 +69,55 @@ class RequestFamilies(Families):
         )
         by_source = self._registry.counter(
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their keys and values came from",
+            "Prompt tokens by the source of their keys and values",
             [*self._labels, "source"],
         )
         self.local_compute = by_source.labels(**self._labels, source="local_compute")
         self.local_hits = by_source.labels(**self._labels, source="local_cache_hit")
         self.restored = by_source.labels(**self._labels, source="external_kv_transfer")
         self.tokenize_time = self._histogram(
-            "jaxserve_tokenize_seconds", "Rendering and encoding the prompts of a request", _STEP
+            "jaxserve_tokenize_seconds", "Seconds to render and encode a request's prompts", _STEP
         )
         self.first_write_time = self._histogram(
             "jaxserve_first_write_seconds",
-            "From the first token's arrival on the host to its write into the stream",
+            "Seconds from the first token's arrival on the host to its write into the stream",
             _STEP,
         )
         self.prefix_requests = self._registry.counter(
             "jaxserve_prefix_cache_requests",
-            "Sequences by whether a part of their prompt was in the prefix cache",
+            "Sequences by whether part of their prompt was in the prefix cache",
             [*self._labels, "hit"],
         )
         for hit in ("true", "false"):
             self.prefix_requests.labels(**self._labels, hit=hit)
         self.computed = self._histogram(
             "vllm:request_prefill_kv_computed_tokens",
-            "Prompt tokens computed per sequence: those not in the prefix cache",
+            "Prompt tokens per sequence that were computed, not found in the prefix cache",
             _TOKENS,
         )
         self.ttft = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token", _TTFT
+            "vllm:time_to_first_token_seconds", "Seconds from arrival to first token", _TTFT
         )
         self.e2e = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token", _E2E
+            "vllm:e2e_request_latency_seconds", "Seconds from arrival to last token", _E2E
         )
         self.itl = self._registry.histogram(
             "vllm:inter_token_latency_seconds",
-            "Between two tokens of one sequence",
+            "Seconds between two tokens of one sequence",
             ITL,
             list(self._labels),
             TokenHistogram,
         ).labels(**self._labels)
         self.tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Per sequence, without the first", ITL
+            "vllm:request_time_per_output_token_seconds",
+            "Mean seconds per token after the first, per sequence",
+            ITL,
         )
         self.decode_time = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first token to the last", _E2E
+            "vllm:request_decode_time_seconds", "Seconds from first to last token", _E2E
         )
         self.inference_time = self._histogram(
-            "vllm:request_inference_time_seconds", "From admission to the last token", _E2E
+            "vllm:request_inference_time_seconds", "Seconds from admission to last token", _E2E
         )
         self.choices = self._histogram(
             "vllm:request_params_n", "Choices per request", (1.0, 2.0, 5.0, 10.0, 20.0)
@@ -127,7 +129,7 @@ class RequestFamilies(Families):
             "vllm:request_generation_tokens", "Generated tokens per sequence", _TOKENS
         )
         self.open_answers = self._gauge(
-            "jaxserve_open_answers", "Requests whose answers have not gone out whole"
+            "jaxserve_open_answers", "Requests whose answers are not completely sent"
         )
         self.longest = self._histogram(
             "vllm:request_max_num_generation_tokens",
@@ -139,12 +141,12 @@ class RequestFamilies(Families):
         )
         self.finished = self._registry.counter(
             "vllm:request_success",
-            "Sequences that ended, by reason",
+            "Finished sequences by reason",
             [*self._labels, "finished_reason"],
         )
         self.rejected = self._registry.counter(
             "vllm:admission_rejections",
-            "Requests answered with an error before any work",
+            "Requests refused before any work",
             [*self._labels, "reason"],
         )
         for reason in FINISH_REASONS:
@@ -153,7 +155,7 @@ class RequestFamilies(Families):
             self.rejected.labels(**self._labels, reason=reason)
         self.ignored = self._registry.counter(
             "jaxserve_ignored_params",
-            "Request fields that were accepted and had no effect",
+            "Request fields that were accepted but have no effect",
             ["param"],
         )
 
@@ -165,28 +167,28 @@ class GrammarFamilies(Families):
         super().__init__(registry, labels)
         self.queue_time = self._registry.histogram(
             "jaxserve_grammar_queue_seconds",
-            "Until a grammar had its turn to be compiled",
+            "Seconds that a grammar waited to be compiled",
             _GRAMMAR,
         ).labels()
         self.compile_time = self._registry.histogram(
             "jaxserve_grammar_compile_seconds",
-            "From there to its first mask, or to why there is none",
+            "Seconds from the start of a grammar's compilation to its first mask or its error",
             _GRAMMAR,
         ).labels()
         self.processes = self._registry.gauge(
             "jaxserve_grammar_processes",
-            "Compiled grammars, each in its process",
+            "Compiled grammars, one process each",
         ).labels()
         self.limits = self._registry.counter(
             "jaxserve_grammar_limits",
-            "Processes of grammars that ended at a limit",
+            "Grammar processes that were ended at a limit",
             ["cause"],
         )
         for cause in GRAMMAR_LIMITS:
             self.limits.labels(cause=cause)
         self.restarts = self._registry.counter(
             "jaxserve_grammar_server_restarts",
-            "Starts of what forks these processes, after the first",
+            "Restarts of the server that forks grammar processes",
         ).labels()
 
 
@@ -197,7 +199,7 @@ class EngineFamilies(Families):
         super().__init__(registry, labels)
         self.ready = self._gauge("jaxserve_ready", "1 while /ready is 200, else 0")
         self.weights = self._gauge(
-            "jaxserve_weights_version", "Changes of the weights since the start"
+            "jaxserve_weights_version", "Number of weight changes since the start"
         )
         self.prompt_tokens = self._counter(
             "vllm:prompt_tokens", "Prompt tokens computed or found in the prefix cache"
@@ -207,7 +209,7 @@ class EngineFamilies(Families):
         self.waiting = self._gauge("vllm:num_requests_waiting", "Sequences in the queue")
         by_reason = self._registry.gauge(
             "vllm:num_requests_waiting_by_reason",
-            "Sequences in the queue, by what they wait for",
+            "Sequences in the queue by what they wait for",
             [*self._labels, "reason"],
         )
         self.waiting_for_room = by_reason.labels(**self._labels, reason="capacity")
@@ -216,38 +218,38 @@ class EngineFamilies(Families):
         lora = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         self._registry.gauge(
             "vllm:lora_requests_info",
-            "LoRA adapters, which are not served; the value is the time of the start",
+            "LoRA adapters, which jaxserve does not serve; the value is the start time",
             lora,
         ).labels(max_lora="0", waiting_lora_adapters="", running_lora_adapters="").set(time.time())
         self.queue_time = self._histogram(
-            "vllm:request_queue_time_seconds", "From the engine's receipt to admission", _TTFT
+            "vllm:request_queue_time_seconds",
+            "Seconds from the engine's receipt of a request to its admission",
+            _TTFT,
         )
         self.prefill_time = self._histogram(
-            "vllm:request_prefill_time_seconds", "From admission to the first token", _TTFT
+            "vllm:request_prefill_time_seconds", "Seconds from admission to first token", _TTFT
         )
         self.errors = self._registry.counter(
             "jaxserve_step_errors", "Sequences that ended with an error"
         ).labels()
         self.shed = self._registry.counter(
             "jaxserve_deadline_shed",
-            "Sequences dropped from the queue because their deadline could not be met",
+            "Sequences dropped from the queue because they could not meet their deadline",
         ).labels()
         self.preemptions = self._counter("vllm:num_preemptions", "Sequences preempted")
         self.preemptions_each = self._histogram(
             "vllm:request_num_preemptions",
-            "Preemptions per sequence that was not cut off",
+            "Preemptions per sequence that finished normally",
             (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
         )
-        self.draft_rows = self._counter(
-            "vllm:spec_decode_num_drafts", "Rows of steps that verified drafts"
-        )
+        self.draft_rows = self._counter("vllm:spec_decode_num_drafts", "Rows that verified drafts")
         self.draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Drafts verified")
         self.accepted_tokens = self._counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafts accepted, those behind a stop included"
+            "vllm:spec_decode_num_accepted_tokens", "Accepted drafts, also after a stop token"
         )
         self.accepted_at = self._registry.counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted, by their place in the row from 0",
+            "Accepted drafts by position in the row, from 0",
             [*self._labels, "position"],
         )
         self.step_tokens = self._histogram(
@@ -257,31 +259,31 @@ class EngineFamilies(Families):
         )
         self.steps = self._registry.histogram(
             "jaxserve_step_seconds",
-            "Duration of a step by the bucket it ran in",
+            "Seconds of a step, by its bucket",
             _STEP,
             ["kind", "bucket"],
         )
         self.padding = self._registry.histogram(
             "jaxserve_step_padding_ratio",
-            "Share of a step's bucket that was padding",
+            "Share of padding in a step's bucket",
             _RATIO,
             ["kind"],
         )
         self.late_steps = self._registry.counter(
             "jaxserve_late_steps",
-            "Steps launched after the one before them had ended: the device waited for the host",
+            "Steps launched after the previous step had ended, so the device waited for the host",
             ["kind"],
         )
         for kind in ("decode", "mixed", "verify"):
             self.late_steps.labels(kind=kind)
         self.corrections = self._registry.gauge(
             "jaxserve_step_time_correction_seconds",
-            "How much longer a bucket's steps take than the start measured",
+            "Difference between a bucket's learned step time and the time measured at start",
             ["kind", "bucket"],
         )
         self.compiles = self._registry.counter(
             "jaxserve_compiles",
-            "XLA compiles; stays 0 while serving",
+            "XLA compilations; stays 0 while serving",
             ["phase"],
         )
         for phase in COMPILE_PHASES:
@@ -291,17 +293,17 @@ class EngineFamilies(Families):
         )
         self.fast_paths = self._registry.gauge(
             "jaxserve_fast_path",
-            "What makes a GPU's steps fast: 1 on, 0 off; the log says why",
+            "Fast paths of GPU steps: 1 on, 0 off; the log says why",
             ["feature"],
         )
         self.fallbacks = self._registry.gauge(
             "jaxserve_kernel_fallback",
-            "1: a kernel did not compile for this GPU, and something slower runs in its place",
+            "1: a kernel did not compile for this GPU, and a slower implementation runs instead",
             ["operation"],
         )
         self.startup = self._registry.gauge(
             "jaxserve_startup_seconds",
-            "Duration of the phases of the start",
+            "Seconds of each start-up phase",
             ["phase"],
         )
 
@@ -312,10 +314,10 @@ class EventFamilies(Families):
     def __init__(self, registry: Registry, labels: Mapping[str, str]):
         super().__init__(registry, labels)
         self.batches = self._counter(
-            "jaxserve_kv_event_batches", "Batches of KV cache events published"
+            "jaxserve_kv_event_batches", "Published batches of KV cache events"
         )
         self.dropped = self._counter(
-            "jaxserve_kv_events_dropped", "Steps whose KV cache events were dropped, not published"
+            "jaxserve_kv_events_dropped", "Steps whose KV cache events were dropped"
         )
         self.replays = self._counter(
             "jaxserve_kv_event_replays", "Requests for past KV cache events"
@@ -328,7 +330,7 @@ FORMER_NAMES = {
     "vllm:gpu_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
     "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
 }
-"""Metrics under former vLLM names, for older dashboards, routers and autoscalers."""
+"""Former vLLM names of metrics, for older dashboards, routers and autoscalers."""
 
 ROUTING = frozenset(
     {
@@ -345,4 +347,4 @@ ROUTING = frozenset(
         "vllm:prefix_cache_queries_total",
     }
 )
-"""What the routers read that are known to work with vLLM: llm-d's, production-stack's, smg."""
+"""Metrics that the routers for vLLM read: llm-d, production-stack and smg."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics that the server and the engine report, and their exposition."""
+"""The metrics of server and engine: methods that report values, and their exposition."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxserve.metrics.families import (
 from jaxserve.metrics.tier import TierCounters, TierFigures, TierMetrics
 
 MAX_IGNORED_NAMES = 64
-"""The most ignored parameters with a series of their own. Clients choose the names."""
+"""The most ignored parameters that get their own series, because clients choose the names."""
 
 
 class Distribution(NamedTuple):
-    """A histogram as it stands."""
+    """The current state of a histogram."""
 
     bounds: tuple[float, ...]
     """Increasing upper bounds in seconds, the last one infinite."""
     counts: tuple[int, ...]
-    """Observations of at most each bound."""
+    """Observations up to each bound."""
 
 
 class Figures(NamedTuple):
@@ -38,12 +38,12 @@ class Figures(NamedTuple):
     looked_up: int
     """Prompt tokens looked up in the prefix cache."""
     found: int
-    """Of those, found."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int
     ttft: Distribution
     tpot: Distribution
     tier: TierFigures | None
-    """Below the device; None without such a tier."""
+    """Figures of the lower tiers; None without them."""
 
 
 class StepSize(NamedTuple):
@@ -57,7 +57,7 @@ class StepSize(NamedTuple):
 
 
 class Metrics:
-    """One registry per server. Every method but `next_tokens` is thread-safe."""
+    """One registry per server. Every method except `next_tokens` is thread-safe."""
 
     def __init__(self, model_name: str, *, legacy: bool = True):
         """`legacy`: also export some metrics under vLLM's former names."""
@@ -73,13 +73,13 @@ class Metrics:
             for former, name in FORMER_NAMES.items():
                 self._registry.also(former, name)
         self.last_step = StepSize("", 0, late=False)
-        """Of the step that was reported last."""
+        """Size of the last reported step."""
         self.page_size = 0
         """Tokens per page of the KV cache; 0 until it is planned."""
 
     def exposition(self, names: Collection[str] | None = None) -> bytes:
-        """Returns metrics as text of type `exposition.CONTENT_TYPE`: all, or those of these names
-        of families or series. Takes well below a millisecond."""
+        """Returns metrics as text of type `exposition.CONTENT_TYPE`: all of them, or those with
+        these family or series names. Takes well below a millisecond."""
         return self._registry.exposition(names)
 
     def tokens(self) -> tuple[int, int]:
@@ -103,19 +103,19 @@ class Metrics:
     # Called by the server.
 
     def request_rejected(self, reason: str) -> None:
-        """Count an answer with status 4xx or 503 before any work. `reason`: one of REJECTIONS."""
+        """Counts an answer with status 4xx or 503 before any work. `reason`: one of REJECTIONS."""
         self._requests.rejected.labels(**self._labels, reason=reason).inc()
 
     def prompt_accepted(self, tokens: int, max_tokens: int) -> None:
-        """Report an ended sequence that the engine had accepted."""
+        """Reports a finished sequence that the engine had accepted."""
         self._requests.prompt_sizes.observe(tokens)
         self._requests.max_tokens.observe(max_tokens)
 
     def first_token(
         self, seconds: float, prompt_tokens: int, cached_tokens: int, restored_tokens: int = 0
     ) -> None:
-        """Report a first token: seconds since the request arrived, and the prompt's tokens. Of the
-        cached ones, some may have been restored from below the device."""
+        """Reports a first token: seconds since the request's arrival, and tokens of the prompt.
+        `restored_tokens` of the cached tokens came from lower tiers."""
         self._requests.ttft.observe(seconds)
         self._requests.cached_tokens.inc(cached_tokens)
         self._requests.prefix_queries.inc(prompt_tokens)
@@ -129,10 +129,10 @@ class Metrics:
         self._requests.computed.observe(prompt_tokens - cached_tokens)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """Report `count` tokens that came together, `seconds` after the previous one. Those after
-        the first count as 0 s.
+        """Reports `count` tokens that arrived together, `seconds` after the previous token. Tokens
+        after the first of them count as 0 s.
 
-        Call it on one thread, the event loop's.
+        Call it only on the event loop's thread.
         """
         if count:
             self._requests.itl.observe(seconds)
@@ -140,34 +140,34 @@ class Metrics:
             self._requests.itl.observe(0.0, count - 1)
 
     def sequence_computed(self, prefill: float, decode: float, generated_tokens: int) -> None:
-        """Report an ended sequence with a first token: seconds before that token and after it."""
+        """Reports a finished sequence with a first token: seconds before and after that token."""
         self._requests.decode_time.observe(decode)
         self._requests.inference_time.observe(prefill + decode)
         if generated_tokens > 1:
             self._requests.tpot.observe(decode / (generated_tokens - 1))
 
     def request_choices(self, n: int) -> None:
-        """Report how many choices a request asked for."""
+        """Reports the number of choices of a request."""
         self._requests.choices.observe(n)
 
     def request_generated(self, most_tokens: int) -> None:
-        """Report the tokens of a request's longest choice."""
+        """Reports the number of tokens in a request's longest choice."""
         self._requests.longest.observe(most_tokens)
 
     def sequence_finished(self, reason: str, generated_tokens: int, seconds: float) -> None:
-        """Report an ended sequence. `reason`: one of FINISH_REASONS; a client that went away is an
-        abort."""
+        """Reports a finished sequence. `reason`: one of FINISH_REASONS. A client that disconnected
+        counts as an abort."""
         self._requests.finished.labels(**self._labels, finished_reason=reason).inc()
         self._requests.generation_sizes.observe(generated_tokens)
         self._requests.e2e.observe(seconds)
 
     def observe_answers(self, count: int) -> None:
-        """Report the number of requests whose answers are not completely written."""
+        """Reports the number of requests whose answers are not completely sent."""
         self._requests.open_answers.set(count)
 
     def parameter_ignored(self, name: str) -> None:
-        """Count a request field without effect; beyond MAX_IGNORED_NAMES names it counts as
-        `other`."""
+        """Counts a request field without effect. After MAX_IGNORED_NAMES names, further names count
+        as `other`."""
         if len(self._ignored_names) < MAX_IGNORED_NAMES:
             self._ignored_names.add(name)
         shown = name if name in self._ignored_names else "other"
@@ -176,29 +176,29 @@ class Metrics:
     # Called by structured output.
 
     def observe_grammar_queue(self, seconds: float) -> None:
-        """Report the seconds until a grammar's turn to be compiled."""
+        """Reports the seconds that a grammar waited to be compiled."""
         self._grammar.queue_time.observe(seconds)
 
     def observe_grammar_compile(self, seconds: float) -> None:
-        """Report the seconds of a grammar's turn, with any outcome."""
+        """Reports the seconds of a grammar's compilation, also if it failed."""
         self._grammar.compile_time.observe(seconds)
 
     def set_grammars(self, count: int) -> None:
-        """Report how many compiled grammars there are."""
+        """Reports the number of compiled grammars."""
         self._grammar.processes.set(count)
 
     def count_grammar_limit(self, cause: str) -> None:
-        """Count a grammar's process that ended. `cause`: one of GRAMMAR_LIMITS."""
+        """Counts a grammar process that ended at a limit. `cause`: one of GRAMMAR_LIMITS."""
         self._grammar.limits.labels(cause=cause).inc()
 
     def count_grammar_server_restart(self) -> None:
-        """Count a restart of the process that compiles grammars."""
+        """Counts a restart of the server that forks grammar processes."""
         self._grammar.restarts.inc()
 
     # Called by the engine.
 
     def observe_load(self, status: EngineStatus, *, ready: bool) -> None:
-        """Update gauges before a scrape. `ready`: the answer of `/ready`."""
+        """Updates gauges before a scrape. `ready`: whether `/ready` answers 200."""
         self._engine.ready.set(ready)
         if self._tier is not None:
             self._tier.refresh()
@@ -212,20 +212,19 @@ class Metrics:
     # Called by the engine.
 
     def count_tokens(self, prompt: int, generated: int) -> None:
-        """Count a step's tokens: prompt tokens, each once however often it is computed, and
-        generated ones."""
+        """Counts a step's tokens. A prompt token counts once, even if it is computed again."""
         self._engine.prompt_tokens.inc(prompt)
         self._engine.generation_tokens.inc(generated)
 
     def observe_step(
         self, kind: str, bucket: str, seconds: float, used: int, padded: int, late: bool
     ) -> None:
-        """Report a step.
+        """Reports a step.
 
         Args:
-          kind, bucket: of the bucket, `decode` and `8`, say.
-          used, padded: rows or tokens that it computed, and that the bucket has.
-          late: it was launched after the previous step had ended.
+          kind, bucket: name the bucket, for example `decode` and `8`.
+          used, padded: computed rows or tokens, and the size of the bucket.
+          late: whether the step was launched after the previous one had ended.
         """
         self.last_step = StepSize(kind, padded, late)
         self._engine.steps.labels(kind=kind, bucket=bucket).observe(seconds)
@@ -235,12 +234,12 @@ class Metrics:
             self._engine.late_steps.labels(kind=kind).inc()
 
     def observe_correction(self, kind: str, bucket: str, seconds: float) -> None:
-        """Report the difference between a bucket's measured and planned step time."""
+        """Reports the difference between a bucket's measured and planned step time."""
         self._engine.corrections.labels(kind=kind, bucket=bucket).set(seconds)
 
     def count_drafts(self, rows: int, drafts: int, accepted: Sequence[int]) -> None:
-        """Count rows that verified drafts, the drafts, and how many were accepted, by their place
-        in the row."""
+        """Counts rows that verified drafts, their drafts, and the accepted drafts by position in
+        the row."""
         self._engine.draft_rows.inc(rows)
         self._engine.draft_tokens.inc(drafts)
         self._engine.accepted_tokens.inc(sum(accepted))
@@ -248,56 +247,57 @@ class Metrics:
             self._engine.accepted_at.labels(**self._labels, position=str(place)).inc(count)
 
     def count_compile(self, phase: str) -> None:
-        """Count a compilation. `phase`: one of COMPILE_PHASES. One while serving is a bug."""
+        """Counts a compilation. `phase`: one of COMPILE_PHASES. A compilation while serving is a
+        bug."""
         self._engine.compiles.labels(phase=phase).inc()
 
     def count_error(self) -> None:
-        """Count a sequence that ended with an error: its step failed, its logits were NaN, or its
+        """Counts a sequence that ended with an error: its step failed, its logits were NaN, or its
         mask could not be computed."""
         self._engine.errors.inc()
 
     def count_shed(self) -> None:
-        """Count a waiting sequence whose deadline could not be met."""
+        """Counts a waiting sequence whose deadline could not be met."""
         self._engine.shed.inc()
 
     def count_preemption(self) -> None:
-        """Count a sequence that gave its pages back."""
+        """Counts a sequence that gave its pages back."""
         self._engine.preemptions.inc()
 
     def observe_preemptions(self, times: int) -> None:
-        """Report how often an ended sequence was preempted."""
+        """Reports the number of preemptions of a finished sequence."""
         self._engine.preemptions_each.observe(times)
 
     # Called by the publisher of KV cache events.
 
     def count_kv_event_batch(self) -> None:
-        """Count a batch of KV cache events that was published."""
+        """Counts a published batch of KV cache events."""
         self._events.batches.inc()
 
     def count_dropped_kv_events(self) -> None:
-        """Count a step whose KV cache events were dropped."""
+        """Counts a step whose KV cache events were dropped."""
         self._events.dropped.inc()
 
     def count_kv_event_replay(self) -> None:
-        """Count a request for past KV cache events."""
+        """Counts a request for past KV cache events."""
         self._events.replays.inc()
 
     def observe_tokenizing(self, seconds: float) -> None:
-        """Report the seconds of rendering and encoding a request's prompts."""
+        """Reports the seconds of rendering and encoding a request's prompts."""
         self._requests.tokenize_time.observe(seconds)
 
     def observe_first_write(self, seconds: float) -> None:
-        """Report the seconds between a stream's first token on the host and its write to the
+        """Reports the seconds from a stream's first token on the host to its write to the
         socket."""
         self._requests.first_write_time.observe(seconds)
 
     def observe_start(self, start: Start) -> None:
-        """Report a sequence's first token."""
+        """Reports a sequence's first token."""
         self._engine.queue_time.observe(start.queued)
         self._engine.prefill_time.observe(start.prefill)
 
     def open_tier(self, counters: TierCounters, *, num_bytes: int, slot_bytes: int) -> TierMetrics:
-        """Returns the metrics of a tier below the device, which there are from now on."""
+        """Adds and returns the metrics of the lower tiers."""
         self._tier = TierMetrics(
             self._registry,
             self._labels,
@@ -308,7 +308,7 @@ class Metrics:
         return self._tier
 
     def set_cache_info(self, *, page_size: int, num_pages: int) -> None:
-        """Report tokens per page and pages of the KV cache."""
+        """Reports tokens per page and pages of the KV cache."""
         self.page_size = page_size
         info = self._registry.gauge(
             "vllm:cache_config_info",
@@ -318,24 +318,24 @@ class Metrics:
         info.labels(**self._labels, block_size=str(page_size), num_gpu_blocks=str(num_pages)).set(1)
 
     def set_weights(self, version: int) -> None:
-        """Report the version of the weights that are served."""
+        """Reports the version of the served weights."""
         self._engine.weights.set(version)
 
     def set_memory(self, kind: str, num_bytes: int) -> None:
-        """Set planned device memory. `kind`: weights, kv, state, temporaries, free."""
+        """Sets planned device memory. `kind`: weights, kv, state, temporaries, free."""
         self._engine.memory.labels(kind=kind).set(num_bytes)
 
     def set_fast_path(self, feature: str, *, on: bool) -> None:
-        """Set whether a fast path of GPU steps is on; an installation may lack it."""
+        """Sets whether a fast path of GPU steps is on. Some installations lack one."""
         self._engine.fast_paths.labels(feature=feature).set(on)
 
     def set_fallback(self, operation: str) -> None:
-        """Report that a kernel of the operation did not compile for this GPU and a slower one
-        runs."""
+        """Reports that a kernel of the operation did not compile for this GPU and that a slower
+        implementation runs instead."""
         self._engine.fallbacks.labels(operation=operation).set(1)
 
     def set_startup(self, phase: str, seconds: float) -> None:
-        """Report the seconds of a start-up phase; `total` is from process start to ready."""
+        """Reports the seconds of a start-up phase. `total` is from process start to ready."""
         self._engine.startup.labels(phase=phase).set(seconds)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of the tiers below the device's KV cache: vLLM's names where it has one."""
+"""Metrics of the tiers below the device: vLLM's names if it has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class TierCounters(Protocol):
-    """What copies have done since the start, see `jaxserve.offload.counters`."""
+    """Counters of copies since the start, see `jaxserve.offload.counters`."""
 
     store_bytes: int
     store_seconds: float
@@ -29,7 +29,7 @@ class TierCounters(Protocol):
 
 
 class TierSlots(Protocol):
-    """Host slots and who waits, see `jaxserve.scheduler.host_tier.TierUsage`."""
+    """Host slots and waiting sequences, see `jaxserve.scheduler.host_tier.TierUsage`."""
 
     @property
     def total(self) -> int: ...
@@ -44,27 +44,27 @@ class TierSlots(Protocol):
 
 
 class TierFigures(NamedTuple):
-    """What lies below the device, and totals since the start, for people who watch. Bytes of pages,
-    tokens of prompts."""
+    """State of the lower tiers and totals since the start, for people who watch. In bytes of pages
+    and tokens of prompts."""
 
     host_bytes: int
     host_total: int
     disk_bytes: int
     disk_total: int
-    """0: there is no disk."""
+    """The limit of the disk tier in bytes; 0: there is no disk tier."""
     loading: int
     """Sequences that wait for pages."""
     looked_up: int
-    """Tokens that the device did not have."""
+    """Tokens that the device lacked."""
     from_host: int
     from_disk: int
-    """Tokens that came back, by where they were found."""
+    """Loaded tokens, by the tier that had them."""
     loaded: int
     stored: int
-    """Bytes from the host's memory to the device, and back."""
+    """Bytes copied from host memory to the device, and from the device to host memory."""
     read: int
     written: int
-    """Bytes from disk to the host's memory, and back."""
+    """Bytes read from disk to host memory, and written from host memory to disk."""
 
 
 class TierMetrics(Families):
@@ -79,43 +79,44 @@ class TierMetrics(Families):
         num_bytes: int,
         slot_bytes: int,
     ):
-        """`num_bytes`: of the host's memory."""
+        """`num_bytes`: size of the host memory."""
         super().__init__(registry, labels)
         self._counters = counters
         self._num_bytes, self._slot_bytes = num_bytes, slot_bytes
         self.disk_bytes: Callable[[], int] = lambda: 0
-        """Returns the bytes of files, on any thread."""
+        """Returns the bytes of files. Callable from any thread."""
         self.disk_total = 0
-        """The most bytes of files; 0: there is no disk."""
+        """The limit on bytes of files; 0: there is no disk tier."""
         self.usage: Callable[[], TierSlots] | None = None
-        """Returns the state of the host slots, on any thread; None before the engine serves."""
+        """Returns the state of the host slots. Callable from any thread. None before the engine
+        serves."""
         self._queries = self._counter(
             "vllm:external_prefix_cache_queries",
-            "Prompt tokens looked up below the device: those that it does not have",
+            "Prompt tokens that the device lacked and that were looked up in lower tiers",
         )
         self._hits = self._counter(
-            "vllm:external_prefix_cache_hits", "Prompt tokens found below the device"
+            "vllm:external_prefix_cache_hits", "Prompt tokens found in lower tiers"
         )
         restored = registry.counter(
             "jaxserve_kv_offload_restored_tokens",
-            "Tokens of pages that came back to the device, by the tier that had them",
+            "Tokens of pages loaded to the device, by the tier that had them",
             [*labels, "tier"],
         )
         self._restored = {tier: restored.labels(**labels, tier=tier) for tier in ("host", "disk")}
         self._load_size = self._histogram(
-            "vllm:kv_offload_load_size", "Bytes of a load, which has several pages", _SIZES
+            "vllm:kv_offload_load_size", "Bytes per load of one or more pages", _SIZES
         )
         self._store_size = self._histogram(
-            "vllm:kv_offload_store_size", "Bytes of a page that went to the host", _SIZES
+            "vllm:kv_offload_store_size", "Bytes per page stored on the host", _SIZES
         )
         self._restore = self._histogram(
             "jaxserve_kv_offload_restore_seconds",
-            "From the begin of a load until its pages are on the device",
+            "Seconds from the start of a load until its pages are on the device",
             _SECONDS,
         )
         self._full = self._counter(
             "vllm:kv_offload_allocation_failure",
-            "Pages that found no host slot, because all were in use",
+            "Pages not stored because all host slots were in use",
         )
         cause = [*labels, "cause"]
         self._skipped = registry.counter(
@@ -123,25 +124,25 @@ class TierMetrics(Families):
         )
         self._recomputed = registry.counter(
             "jaxserve_kv_offload_recomputed",
-            "Sequences that waited for pages which did not come, and computed them",
+            "Sequences that computed tokens because a load failed",
             cause,
         )
         self._copied = {
             field: self._counter(f"{prefix}{name}", text)
             for prefix, name, field, text in (
-                ("vllm:kv_offload_", "load_bytes", "load_bytes", "Bytes from the host"),
+                ("vllm:kv_offload_", "load_bytes", "load_bytes", "Bytes copied from the host"),
                 ("vllm:kv_offload_", "load_time", "load_seconds", "Seconds of these copies"),
-                ("vllm:kv_offload_", "store_bytes", "store_bytes", "Bytes to the host"),
+                ("vllm:kv_offload_", "store_bytes", "store_bytes", "Bytes copied to the host"),
                 ("vllm:kv_offload_", "store_time", "store_seconds", "Seconds of these copies"),
                 *(
                     ("jaxserve_kv_offload_", field, field, text)
                     for field, text in (
                         ("loads_failed", "Pages whose copy from the host failed"),
                         ("stores_failed", "Pages whose copy to the host failed"),
-                        ("checksum_failures", "Pages on the host that were not as stored"),
+                        ("checksum_failures", "Pages in host memory that changed after the store"),
                         ("disk_write_bytes", "Bytes of pages written to disk"),
                         ("disk_read_bytes", "Bytes of pages read from disk"),
-                        ("disk_writes_failed", "Pages that were not written to disk"),
+                        ("disk_writes_failed", "Pages that could not be written to disk"),
                         ("disk_reads_failed", "Pages that could not be read from disk"),
                     )
                 ),
@@ -163,7 +164,7 @@ class TierMetrics(Families):
         info.labels(**labels, slot_bytes=str(slot_bytes)).set(1)
 
     def refresh(self) -> None:
-        """Take over what others count. Called before each scrape."""
+        """Copies the counters of other components into metrics. Called before each scrape."""
         for field, number in self._copied.items():
             number.set(getattr(self._counters, field))
         if self.usage is not None:
@@ -173,7 +174,7 @@ class TierMetrics(Families):
             self._writing.set(slots.arriving / slots.total)
 
     def figures(self) -> TierFigures | None:
-        """Returns what there is now, on any thread; None before the engine serves."""
+        """Returns the current figures. Callable from any thread. None before the engine serves."""
         if self.usage is None:
             return None
         slots, counters = self.usage(), self._counters

@@ -1,1 +1,1 @@
-"""The host's side of tiers for pages of the KV cache: memory, copies, files. Knows no jax."""
+"""Lower tiers for KV cache pages on the host: memory, copies and files. Does not use jax."""

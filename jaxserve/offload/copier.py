@@ -1,8 +1,8 @@
-"""Copies of pages between a ring on the device and slots of host memory, which nobody waits for.
+"""Copies pages between rings on the device and slots of host memory, in the background.
 
-The ring is memory of the device through which all pages pass: a compiled program gathers pages into
-it, or scatters them out of it, in the order of the steps. So the copies here touch neither the KV
-cache nor what a step reads. There is a ring for each direction, and a thread.
+A ring is device memory that all pages pass through. A compiled program gathers pages into the store
+ring, or scatters them out of the load ring, in the order of the steps. So the copies here access
+neither the KV cache nor the inputs of a step. Each direction has its own ring and its own thread.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from jaxserve.offload.links import CpuLink, CudaLink, Direction
 from jaxserve.offload.slab import HostSlab
 
 _CHUNK_BYTES = {Direction.STORE: 8 << 20, Direction.LOAD: 16 << 20}
-"""0.17 ms at 50 GB/s: so long a step's results may wait behind one chunk of a store. Nobody waits
-behind loads, and each chunk takes the interpreter from the engine's thread for a while."""
+"""Bytes per copy. A chunk of a store takes 0.17 ms at 50 GB/s, and the results of a step may wait
+that long behind it. Nothing waits behind loads, so their chunks are larger: each chunk takes the
+interpreter lock from the engine thread for a while."""
 
 _ALIGNMENT = 4096
 _CHECKERS = 4
-"""Threads that compute checksums: one reads slower than the bus copies."""
+"""Threads that compute checksums. One thread is slower than the copies over the bus."""
 
 _CLOSING_SECONDS = 10.0
-"""For copies in flight to end. Far above what they take: more means a device that hangs."""
+"""Time limit for copies in flight. They need far less; more means that the device hangs."""
 
 
 type Written = Callable[[], bool]
-"""Tells, without waiting, whether a slot is written. Raises if it never will be."""
+"""Returns at once whether a ring slot is written. Raises if it will never be written."""
 
 
 def _now() -> bool:
@@ -42,34 +43,34 @@ def _now() -> bool:
 
 
 class Completion(NamedTuple):
-    """A copy that has ended."""
+    """The end of a copy."""
 
     tag: int
     ok: bool
     error: str | None
-    """Why it failed."""
+    """Why the copy failed; None: it succeeded."""
 
 
 class Copier(Protocol):
-    """Copies whole pages. All methods belong to one thread, and none of them waits but `close`.
+    """Copies whole pages. All methods belong to one thread. Only `close` waits.
 
-    Each tag comes back once, in any order. A copy that failed has ended, too: nothing reads or
-    writes its slots any more. So it does not come back while the device cannot tell whether it has
-    ended.
+    `poll` returns each tag once, in any order. A copy has ended when nothing reads or writes its
+    slots any more, also if it failed. So `poll` does not return a copy while the device cannot say
+    whether it has ended.
     """
 
     @property
     def counters(self) -> OffloadCounters:
-        """What was copied; changed by `poll`."""
+        """Counts of finished copies; updated by `poll`."""
         ...
 
     def store(self, ring_slot: int, host_slot: int, tag: int, written: Written = _now) -> None:
-        """Copy a slot of the store ring to the host as soon as it is `written`, which another
-        thread asks."""
+        """Copies a slot of the store ring to the host once `written` returns True. Another thread
+        calls `written`."""
         ...
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
-        """Copy a slot of the host to the load ring."""
+        """Copies a host slot to the load ring."""
         ...
 
     def poll(self) -> list[Completion]:
@@ -77,32 +78,33 @@ class Copier(Protocol):
         ...
 
     def close(self) -> bool:
-        """End all copies, those that have not begun as failures.
+        """Ends all copies. Copies that have not begun fail.
 
-        Returns whether nothing touches host memory or rings any more. If not, the device hangs, and
-        neither may be freed.
+        Returns True if nothing accesses host memory or rings any more. False means that the device
+        hangs, and that neither may be freed.
         """
         ...
 
 
 class RingPart(NamedTuple):
-    """An array of a ring, [slots, slot_bytes]; of several, each has a part of every page."""
+    """One array of a ring, [slots, slot_bytes]. A ring of several arrays splits each page over
+    them."""
 
     address: int
-    """Of its first byte: `array.unsafe_buffer_pointer()`."""
+    """Address of the first byte: `array.unsafe_buffer_pointer()`."""
     slot_bytes: int
 
 
 class Ring(NamedTuple):
-    """A ring of pages of each cache group; its slots count through all groups."""
+    """A ring for the pages of all cache groups. Slot numbers run through all groups."""
 
     groups: Sequence[Sequence[RingPart]]
-    """For each group the arrays, in the order in which a host slot has their parts of a page."""
+    """Arrays of each group, in the order of their parts in a host slot."""
     slots: int
-    """Of each group."""
+    """Slots per group."""
 
     def parts(self, slot: int) -> list[RingPart]:
-        """Returns where the parts of a slot lie, each with the bytes of a page."""
+        """Returns the address and the bytes of each part of a slot."""
         group, number = divmod(slot, self.slots)
         return [
             RingPart(address + number * slot_bytes, slot_bytes)
@@ -110,7 +112,7 @@ class Ring(NamedTuple):
         ]
 
     def page_bytes(self, slot: int) -> int:
-        """Returns the bytes of a page of the slot's group."""
+        """Returns the bytes of one page of the slot's group."""
         return sum(part.slot_bytes for part in self.groups[slot // self.slots])
 
 
@@ -120,7 +122,7 @@ class _Job(NamedTuple):
     host_slot: int
     tag: int
     begins: Written
-    """Whether the copy may begin."""
+    """Returns whether the copy may begin."""
 
 
 class _Ended(NamedTuple):
@@ -131,10 +133,10 @@ class _Ended(NamedTuple):
 
 
 class PageCopier:
-    """A `Copier` over any two links.
+    """A `Copier` over two links.
 
-    With `verify`, a store computes the checksum of the page in host memory, and a load fails if
-    the page does not have it any more.
+    With `verify`, a store computes the checksum of the page in host memory. A load fails if the
+    page no longer matches it.
     """
 
     def __init__(
@@ -152,14 +154,14 @@ class PageCopier:
     ):
         """
         Args:
-          slab: the host's memory.
-          store_ring, load_ring: where pages lie on the device.
-          links: for stores, and for loads. They are closed with the copier.
-          wake: called in other threads when a copy has ended.
+          slab: the host memory.
+          store_ring, load_ring: the rings on the device.
+          links: one for stores and one for loads. The copier closes them.
+          wake: called on another thread when a copy has ended.
           verify: whether to compute and compare checksums.
-          chunk_bytes: the most that is copied in one piece; None: as each direction is used best.
-          depths: chunks that are on their way at once, of stores and of loads.
-          counters: to count in; None: new ones.
+          chunk_bytes: the most bytes per copy; None: the best size for each direction.
+          depths: chunks in flight at once, for stores and for loads.
+          counters: counters to update; None: new ones.
 
         Raises:
           ValueError: a page of a ring is larger than a slot of the slab.
@@ -214,14 +216,14 @@ class PageCopier:
         return completions
 
     def use_store_ring(self, ring: Ring) -> None:
-        """Copy from another ring from the next store on, of the same slots. What is on its way from
-        the old one ends as it is."""
+        """Copies from another ring with the same slots from the next store on. Copies in flight
+        from the old ring continue."""
         self._rings[Direction.STORE] = ring
 
     def close(self) -> bool:
         """As in `Copier`."""
         if self._checkers is not None:
-            self._checkers.shutdown()  # what they have checked is submitted now
+            self._checkers.shutdown()  # submits the pages that are already checked
         deadline = time.monotonic() + _CLOSING_SECONDS
         for lane in self._lanes.values():
             lane.close()
@@ -243,7 +245,7 @@ class PageCopier:
         return chunks
 
     def _copied(self, job: _Job, error: str | None, seconds: float) -> None:
-        """Called by a lane: a copy has ended."""
+        """Called by a lane when a copy has ended."""
         if error is None and self._checkers is not None and job.direction is Direction.STORE:
             self._in_checker(self._seal, job, seconds)
         else:
@@ -255,7 +257,7 @@ class PageCopier:
         assert self._checkers is not None
         try:
             self._checkers.submit(function, job, *args)
-        except RuntimeError:  # it takes no more
+        except RuntimeError:  # the pool is shut down
             self._end(_Ended(job, "the copier is closed", 0.0))
 
     def _seal(self, job: _Job, seconds: float) -> None:
@@ -271,7 +273,7 @@ class PageCopier:
 
     def _end(self, ended: _Ended) -> None:
         self._ended.append(ended)
-        with contextlib.suppress(RuntimeError):  # whoever was to be woken has ended
+        with contextlib.suppress(RuntimeError):  # the event loop of `wake` is closed
             self._wake()
 
     def _count(self, ended: _Ended) -> None:
@@ -291,10 +293,10 @@ class PageCopier:
 
 
 class CpuCopier(PageCopier):
-    """Copies to and from arrays on the CPU, whose memory is the host's.
+    """Copies to and from arrays on the CPU, which lie in host memory.
 
-    Such a ring has to be made by a program, such as `jax.jit(lambda: jnp.zeros(…))()`, and nobody
-    may hold a NumPy view of it: then it keeps its address through all donations.
+    A program must create such a ring, for example `jax.jit(lambda: jnp.zeros(…))()`, and nobody may
+    hold a NumPy view of it. Then it keeps its address through all donations.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class CpuCopier(PageCopier):
         chunk_bytes: int | None = None,
         counters: OffloadCounters | None = None,
     ):
-        """Arguments as for `PageCopier`."""
+        """See `PageCopier` for the arguments."""
         super().__init__(
             slab,
             store_ring,
@@ -323,7 +325,7 @@ class CpuCopier(PageCopier):
 
 
 class CudaCopier(PageCopier):
-    """Copies by the GPU's copy engines, on two streams of its own."""
+    """Copies with the GPU's copy engines, on two streams of its own."""
 
     def __init__(
         self,
@@ -340,9 +342,9 @@ class CudaCopier(PageCopier):
     ):
         """
         Args:
-          cuda: the GPU of the rings, by which the slab is pinned.
+          cuda: the GPU of the rings; it must have pinned the slab.
 
-        The others are as for `PageCopier`.
+        See `PageCopier` for the other arguments.
 
         Raises:
           CudaError: streams or events cannot be made.
@@ -368,7 +370,7 @@ class CudaCopier(PageCopier):
 
 
 def _depths(load_ring: Ring, chunk_bytes: int | None) -> tuple[int, int]:
-    """Returns how many chunks of stores and of loads are on their way at once."""
+    """Returns how many chunks of stores and of loads are in flight at once."""
     sizes = (part.slot_bytes for group in load_ring.groups for part in group)
     most = chunk_bytes or _CHUNK_BYTES[Direction.LOAD]
     return STORE_DEPTH, load_depth(max(next(pieces(size, most))[1] for size in sizes))

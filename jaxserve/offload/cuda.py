@@ -1,4 +1,4 @@
-"""A GPU as copies need it: XLA's context, and the processors beside the card."""
+"""The CUDA context for copies, and the CPUs near the GPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class CudaContext:
     """The driver and the primary context of one GPU.
 
     Attributes:
-      driver: CUDA's; other Python threads run during its calls.
-      quick: the same, for calls that return at once: the thread keeps the interpreter, which busy
-        threads give back only after a millisecond, in which 50 MB could be copied.
-      context: the primary context, which is XLA's.
+      driver: the CUDA driver. Its calls release the interpreter lock.
+      quick: the same driver, for calls that return at once. They keep the interpreter lock, because
+        busy threads give it back only after a millisecond, the time to copy 50 MB.
+      context: the primary context, which XLA uses too.
     """
 
     def __init__(self, ordinal: int = 0):
         """
         Args:
-          ordinal: of the GPU, among those that CUDA_VISIBLE_DEVICES leaves: jax's
+          ordinal: index of the GPU among those that CUDA_VISIBLE_DEVICES leaves; jax's
             `device.local_hardware_id`.
 
         Raises:
-          CudaError: there is no driver, or no such device.
+          CudaError: there is no driver or no such device.
         """
         try:
             self.driver: Any = cuda_driver.library()
@@ -39,11 +39,11 @@ class CudaContext:
         self.context = cuda_driver.retain_primary_context(self.driver, ordinal)
 
     def enter(self) -> None:
-        """Make the context current in this thread. Raises CudaError."""
+        """Makes the context current in this thread. Raises CudaError."""
         cuda_driver.check(self.driver.cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
 
     def near_cpus(self, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-        """Returns the processors on the GPU's side of the machine; none if that is not known.
+        """Returns the CPUs close to the GPU (its NUMA node); empty if unknown.
 
         Args:
           devices: the system's folder of PCI devices.
@@ -62,7 +62,7 @@ class CudaContext:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Returns the numbers in a list of the kernel's, such as "0-3,8"."""
+    """Returns the numbers in a CPU list of the Linux kernel, such as "0-3,8"."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

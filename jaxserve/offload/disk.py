@@ -1,4 +1,5 @@
-"""Pages in files: below host memory, in a folder of bounded size that survives a restart."""
+"""The disk tier: pages in files, below host memory, in a folder with a size limit. The files
+survive a restart."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ log = logging.getLogger(__name__)
 
 THREADS = 4
 TIMEOUT = 10.0
-"""Seconds after which a page is given up. Reading one takes milliseconds."""
+"""Seconds after which a read or write of a page is given up. A read takes milliseconds."""
 
 MAX_WRITES = 64
-"""Pages that wait to be written; each holds a slot of host memory."""
+"""The most pages that wait to be written; each occupies a slot of host memory."""
 
 _CLOSING_SECONDS = 10.0
 
@@ -39,7 +40,7 @@ class _State(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FILLING = enum.auto()
-    """Its slot of host memory is being written, so it cannot be given up."""
+    """Its slot of host memory is being written, so the job cannot be given up."""
     ENDED = enum.auto()
 
 
@@ -50,31 +51,30 @@ class _Job:
     tag: int
     is_put: bool
     deadline: float
-    """By `time.monotonic`."""
+    """Deadline by `time.monotonic`."""
     state: _State = _State.WAITING
 
 
 class _News(NamedTuple):
-    """What `poll` has to tell and to count."""
+    """Results that `poll` reports and counts."""
 
     completion: Completion | None
     changes: dict[str, float]
-    """Names of counters, and what is added to them."""
+    """Increments of counters, by name."""
 
 
 class DiskTier:
     """Writes pages from slots of host memory to files, and reads them back.
 
-    `put`, `get`, `poll` and `close` belong to one thread; none of them waits for a disk, but
-    `close` does. Each tag comes back once, in any order. A job that failed has ended, too: nothing
-    reads or writes its slot any more.
+    `put`, `get`, `poll` and `close` belong to one thread. Only `close` waits for the disk. `poll`
+    returns each tag once, in any order. A job has ended when nothing reads or writes its slot any
+    more, also if it failed.
 
-    A page that cannot be read is a miss, and it is not there afterwards. The folder is scanned in a
-    thread of its own, and a page is found once it has been seen. Until then the folder may exceed
-    its limit.
+    A page that cannot be read is a miss and is removed. A thread scans the folder at start, and a
+    page is found once the scan has seen it. Until the scan ends, the folder may exceed its limit.
 
     Attributes:
-      counters: changed by `poll`.
+      counters: updated by `poll`.
     """
 
     def __init__(
@@ -91,17 +91,18 @@ class DiskTier:
     ):
         """
         Args:
-          folder: may be shared with other processes; each keeps pages of its own there.
-          max_bytes: of this process's files, and those that no process owns.
-          slab: the host's memory.
-          fingerprint: all that the meaning of a page's bytes depends on, beside its hash.
-          wake: called in other threads when `poll` has something to tell.
-          threads: that read and write.
-          timeout: seconds after which a page is given up.
-          counters: to count in; None: new ones.
+          folder: other processes may use it too; each keeps its pages in its own directory.
+          max_bytes: limit for the files of this process and files that no process owns.
+          slab: the host memory.
+          fingerprint: names everything that the meaning of a page's bytes depends on, besides its
+            hash.
+          wake: called on another thread when `poll` has results.
+          threads: number of threads that read and write.
+          timeout: seconds after which a read or write is given up.
+          counters: counters to update; None: new ones.
 
         Raises:
-          FolderError: the folder cannot be used, or not one page fits.
+          FolderError: the folder cannot be used, or is too small for one page.
         """
         file_bytes = HEADER_BYTES + slab.stride
         if max_bytes < file_bytes:
@@ -116,7 +117,7 @@ class DiskTier:
         self._reads: deque[_Job] = deque()
         self._writes: deque[_Job] = deque()
         self._running: dict[_Job, None] = {}
-        """Jobs that may be given up, those with the earliest deadline first."""
+        """Jobs that may be given up, earliest deadline first."""
         self._news: deque[_News] = deque()
         self._numbers = itertools.count()
         self._closed = False
@@ -124,7 +125,7 @@ class DiskTier:
         self._warned: set[str] = set()
         names = ["scan", "clock", *("files" for _ in range(min(threads, max_bytes // file_bytes)))]
         works = {"scan": self._scan, "clock": self._watch, "files": self._work}
-        # Daemons: a disk that hangs must not keep the process from ending.
+        # Daemon threads: a disk that hangs must not keep the process alive.
         self._threads = [
             threading.Thread(target=works[name], name=f"offload-disk-{name}", daemon=True)
             for name in names
@@ -138,11 +139,11 @@ class DiskTier:
         return self._index.num_bytes
 
     def contains(self, key: bytes) -> bool:
-        """Returns whether a page, by its hash, is believed to be there."""
+        """Returns whether a page is believed to be on disk, by its hash."""
         return key in self._index
 
     def put(self, key: bytes, host_slot: int, tag: int) -> None:
-        """Write the page in a slot, which must not change until the job has ended."""
+        """Writes the page in a slot. The slot must not change until the job has ended."""
         assert len(key) == HASH_BYTES
         job = self._job(key, host_slot, tag, is_put=True)
         with self._lock:
@@ -156,7 +157,7 @@ class DiskTier:
         self._tell(job, refusal, disk_writes_failed=1, **changes)
 
     def get(self, key: bytes, host_slot: int, tag: int) -> None:
-        """Read a page into a slot, which then has its checksum, too."""
+        """Reads a page into a slot and sets the slot's checksum."""
         assert len(key) == HASH_BYTES
         job = self._job(key, host_slot, tag, is_put=False)
         with self._lock:
@@ -167,7 +168,7 @@ class DiskTier:
         self._tell(job, refusal, disk_reads_failed=1)
 
     def poll(self) -> list[Completion]:
-        """Returns the jobs that ended since the last call, and counts."""
+        """Returns the jobs that ended since the last call, and updates the counters."""
         completions: list[Completion] = []
         while self._news:
             completion, changes = self._news.popleft()
@@ -178,14 +179,14 @@ class DiskTier:
         return completions
 
     def wait_scanned(self, timeout: float) -> bool:
-        """Wait, `timeout` seconds at most, until the folder was scanned; returns whether it was."""
+        """Waits at most `timeout` seconds until the folder is scanned. Returns whether it is."""
         return self._scanned.wait(timeout)
 
     def close(self) -> bool:
-        """End all jobs, those that have not begun as failures.
+        """Ends all jobs. Jobs that have not begun fail.
 
-        Returns whether nothing touches host memory any more. If not, the disk hangs, and the slab
-        must not be freed.
+        Returns True if nothing accesses host memory any more. False means that the disk hangs, and
+        that the slab must not be freed.
         """
         with self._lock:
             self._closed = True
@@ -209,14 +210,14 @@ class DiskTier:
         return _Job(key=key, host_slot=host_slot, tag=tag, is_put=is_put, deadline=deadline)
 
     def _submit(self, job: _Job, jobs: deque[_Job]) -> None:
-        """With the lock held."""
+        """Queues a job. Call it with the lock held."""
         if not self._running:
             self._clock.notify()
         self._running[job] = None
         jobs.append(job)
         self._to_do.notify()
 
-    # In threads of the tier's own.
+    # On the tier's own threads.
 
     def _scan(self) -> None:
         found, damaged = self._folder.scan(self._file_bytes, lambda: self._closed)
@@ -226,7 +227,7 @@ class DiskTier:
         self._count(disk_damaged=damaged, disk_evicted=evicted)
 
     def _watch(self) -> None:
-        """Give jobs up when their time is over."""
+        """Gives up jobs that have passed their deadline."""
         while True:
             with self._lock:
                 if self._closed:
@@ -237,7 +238,7 @@ class DiskTier:
                     self._clock.wait(left)
                     continue
                 if not job.is_put and job.state is _State.RUNNING:
-                    self._index.forget(job.key)  # until it has been read
+                    self._index.forget(job.key)  # until a later read succeeds
                 job.state = _State.ENDED
                 del self._running[job]
             self._tell_failure(job, f"it took more than {self._timeout:g} s", disk_timeouts=1)
@@ -287,12 +288,12 @@ class DiskTier:
             self._succeed(job, disk_writes=1, disk_write_bytes=size, disk_write_seconds=seconds)
 
     def _write_file(self, files: PageFiles, job: _Job, temporary: Path) -> bool:
-        """Returns whether the page is in place: not if it was given up meanwhile, because then its
-        slot may have changed while it was written."""
+        """Returns whether the page is in place. False if the job was given up meanwhile, because
+        its slot may have changed during the write."""
         block, expected = self._slab.block(job.host_slot), self._slab.checksums[job.host_slot]
         try:
             total = files.write(temporary, job.key, block)
-        except FileNotFoundError:  # somebody removed the directory
+        except FileNotFoundError:  # the directory was removed
             self._folder.restore()
             total = files.write(temporary, job.key, block)
         with self._lock:
@@ -316,7 +317,7 @@ class DiskTier:
             self._fail(job, f"{path} is not read: {error}", disk_damaged=int(is_damaged))
             return
         with contextlib.suppress(OSError):
-            os.utime(path)  # the order of use survives a restart
+            os.utime(path)  # keeps the order of use across a restart
         with self._lock:
             is_over = job.state is _State.ENDED
             if not is_over:
@@ -330,7 +331,7 @@ class DiskTier:
         seconds, size = time.perf_counter() - begin, self._slab.slot_bytes
         self._succeed(job, disk_reads=1, disk_read_bytes=size, disk_read_seconds=seconds)
 
-    # In any thread.
+    # On any thread.
 
     def _fail(self, job: _Job, error: str, **changes: float) -> None:
         if self._end(job):
@@ -341,7 +342,7 @@ class DiskTier:
             self._tell(job, None, **changes)
 
     def _end(self, job: _Job) -> bool:
-        """Returns whether the job had not ended yet."""
+        """Ends a job. Returns False if it had already ended."""
         with self._lock:
             if job.state is _State.ENDED:
                 return False
@@ -355,7 +356,9 @@ class DiskTier:
             kind, failed = "writing", "disk_writes_failed"
         if not self._closed and kind not in self._warned:
             self._warned.add(kind)
-            log.warning("%s a page on disk failed: %s. More are only counted", kind, error)
+            log.warning(
+                "%s a page on disk failed: %s. Further failures are only counted", kind, error
+            )
         self._tell(job, error, **{failed: 1, **changes})
 
     def _tell(self, job: _Job, error: str | None, **changes: float) -> None:
@@ -368,5 +371,5 @@ class DiskTier:
             self._wake_up()
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(RuntimeError):  # whoever was to be woken has ended
+        with contextlib.suppress(RuntimeError):  # the event loop of `wake` is closed
             self._wake()

@@ -1,4 +1,4 @@
-"""Which pages the host's slots hold, and which of them go first."""
+"""The index of host slots: which pages they hold, and which are evicted first."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 _PROTECTED = 0.8
-"""The most slots, as a share, of pages that were used again since they were stored. Karedla et al.
+"""The largest share of slots for pages that were used again after they were stored. Karedla et al.
 1994, "Caching strategies to improve disk system performance", divide an LRU list like this."""
 
 
 class Reservation(NamedTuple):
-    """A slot that waits for its content."""
+    """A slot that is reserved for a page in flight."""
 
     key: bytes
     slot: int
     generation: int
-    """Of the index when the slot was reserved, see `HostIndex.clear`."""
+    """Generation of the index at the reservation, see `HostIndex.clear`."""
 
 
 class HostIndex:
     """Maps the keys of pages to host slots.
 
-    A slot is free, reserved for content on its way, or filled. Filled slots can be found and
-    pinned. If none is free, `reserve` takes the least recently used one that nobody pins: first of
-    the pages that were never used since they were stored, so that a row of pages that nobody asks
-    for again displaces nothing that was asked for twice. After `clear` nothing is found: pinned
-    slots become free when they are unpinned, and what was reserved before is dropped when its
-    content arrives.
+    A slot is free, reserved for a page in flight, or filled. A filled slot can be found and pinned.
+    If no slot is free, `reserve` evicts the least recently used page that is not pinned. Pages that
+    were never used since they were stored go first, so a long run of pages used once does not evict
+    pages used twice. After `clear` nothing is found: a pinned slot becomes free when it is
+    unpinned, and a page in flight is dropped when it arrives.
     """
 
     def __init__(self, num_slots: int):
@@ -36,24 +35,24 @@ class HostIndex:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[bytes, int] = {}
         self._once: OrderedDict[bytes, None] = OrderedDict()
-        """Filled and not used again; the least recently stored first."""
+        """Filled slots that were not used again, least recently stored first."""
         self._again: OrderedDict[bytes, None] = OrderedDict()
-        """Used again; the least recently used first."""
+        """Filled slots that were used again, least recently used first."""
         self._reserved: dict[int, Reservation] = {}
         self._coming: set[bytes] = set()
-        """Keys of the reservations of this generation."""
+        """Keys of this generation's reservations."""
         self._pins: dict[int, int] = {}
         self._lost: set[int] = set()
-        """Pinned slots that cannot be found any more."""
+        """Pinned slots whose page can no longer be found."""
         self._generation = 0
         self.evictions = 0
-        """Pages that made room for others."""
+        """Number of evicted pages."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
 
     def __len__(self) -> int:
-        """Filled slots."""
+        """Returns the number of filled slots."""
         return len(self._slots)
 
     @property
@@ -65,11 +64,11 @@ class HostIndex:
         return len(self._reserved)
 
     def has(self, key: bytes) -> bool:
-        """Returns whether the page is there or on its way."""
+        """Returns whether a page is present or in flight."""
         return key in self._slots or key in self._coming
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Count a use of these pages, where they are there. The last one is the most recent."""
+        """Counts a use of those pages that are present. The last one becomes the most recent."""
         for key in keys:
             if key not in self._slots:
                 continue
@@ -80,13 +79,13 @@ class HostIndex:
             self._once[self._again.popitem(last=False)[0]] = None
 
     def renew(self, key: bytes) -> None:
-        """Count the page as just stored: the device had it until now."""
+        """Marks a page as just stored, because the device had it until now."""
         order = self._once if key in self._once else self._again
         order.move_to_end(key)
 
     def reserve(self, key: bytes) -> Reservation | None:
-        """Returns a slot for a page. None if it is there or on its way, or all slots are pinned or
-        reserved."""
+        """Returns a slot for a page. None if the page is present or in flight, or if all slots are
+        pinned or reserved."""
         if self.has(key):
             return None
         if not self._free:
@@ -113,8 +112,8 @@ class HostIndex:
         return self._slots.pop(key)
 
     def fill(self, reservation: Reservation) -> bool:
-        """The content has arrived. Returns whether it can be found: not if it is older than the
-        last `clear`."""
+        """Reports that the page has arrived. Returns whether it can be found; False if it was
+        reserved before the last `clear`."""
         current = self._end(reservation)
         if current:
             self._slots[reservation.key] = reservation.slot
@@ -124,25 +123,25 @@ class HostIndex:
         return current
 
     def release(self, reservation: Reservation) -> None:
-        """The content did not arrive, and nothing writes the slot any more."""
+        """Reports that the page did not arrive and that nothing writes the slot any more."""
         self._end(reservation)
         self._free.append(reservation.slot)
 
     def _end(self, reservation: Reservation) -> bool:
-        assert self._reserved.pop(reservation.slot) is reservation, "it has ended before"
+        assert self._reserved.pop(reservation.slot) is reservation, "it has already ended"
         current = reservation.generation == self._generation
         if current:
             self._coming.discard(reservation.key)
         return current
 
     def pin(self, key: bytes) -> int:
-        """Returns the slot of a page that is there; it is kept until `unpin`."""
+        """Pins a present page and returns its slot, which keeps the page until `unpin`."""
         slot = self._slots[key]
         self._pins[slot] = self._pins.get(slot, 0) + 1
         return slot
 
     def unpin(self, slot: int) -> None:
-        """Undo one `pin`."""
+        """Undoes one `pin`."""
         self._pins[slot] -= 1
         if not self._pins[slot]:
             del self._pins[slot]
@@ -151,20 +150,20 @@ class HostIndex:
                 self._free.append(slot)
 
     def discard(self, key: bytes) -> None:
-        """Let nobody find a page: what its slot holds is not right."""
+        """Removes a page whose slot has wrong content."""
         if key in self._slots:
             slot = self._drop(key)
             (self._lost.add if slot in self._pins else self._free.append)(slot)
 
     def clear(self) -> None:
-        """Let nobody find anything that is there or on its way."""
+        """Removes all pages, also those in flight."""
         self._generation += 1
         self._coming.clear()
         for key in list(self._slots):
             self.discard(key)
 
     def check(self) -> None:
-        """AssertionError unless every slot is in one state, and the orders have what is there."""
+        """Raises AssertionError unless every slot is in one state and the LRU orders match."""
         states = [*self._free, *self._reserved, *self._slots.values(), *self._lost]
         assert sorted(states) == list(range(self.num_slots)), "a slot is lost or in two states"
         assert sorted([*self._once, *self._again]) == sorted(self._slots), "the orders are wrong"

@@ -1,4 +1,4 @@
-"""A thread that copies in one direction, a few chunks at a time."""
+"""A lane: a thread that copies in one direction, with a few chunks in flight."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from jaxserve_kernels.cuda_driver import CudaError
 log = logging.getLogger(__name__)
 
 _AGAIN = 0.05
-"""Seconds after which a link that could not say so is asked again whether its copies have ended."""
+"""Seconds between two attempts to learn whether copies have ended, after the link failed to say
+so."""
 
 _LOOK = 0.0002
-"""Seconds between two looks at whether a job may begin."""
+"""Seconds between two polls of whether a job may begin."""
 
 _SILENT = "the device does not say whether earlier copies have ended"
 
 STORE_DEPTH = 4
-"""Chunks of stores on their way at once: steps' results, which somebody waits for, queue behind all
-of them."""
+"""Chunks of stores in flight at once. The results of a step queue behind all of them, and the
+engine waits for those."""
 
 _LOAD_DEPTHS, _LOAD_BYTES = (4, 8), 40 << 20
-"""Of loads at least and at most, and about so many bytes. The inputs of a step queue behind them,
-while the one before it runs. They have to last while the engine's thread keeps the interpreter: so
-many bytes last 0.8 ms."""
+"""The least and the most chunks of loads in flight at once, and their target in bytes. The inputs
+of the next step queue behind them while the current step runs. The chunks must last while the
+engine thread holds the interpreter lock; this many bytes last 0.8 ms."""
 
 
 def load_depth(chunk_bytes: int) -> int:
-    """Returns how many chunks of loads are on their way at once."""
+    """Returns how many chunks of loads are in flight at once."""
     least, most = _LOAD_DEPTHS
     return max(least, min(_LOAD_BYTES // chunk_bytes, most))
 
 
 class Chunk(NamedTuple):
-    """Bytes to copy, by addresses."""
+    """Bytes to copy, given by addresses."""
 
     target: int
     source: int
@@ -48,26 +49,26 @@ class Chunk(NamedTuple):
 
 
 class Link(Protocol):
-    """What copies chunks in one direction, in the order in which they are begun. But for `close`
-    its methods belong to the lane's thread; all may raise CudaError."""
+    """Copies chunks in one direction, in order. All methods but `close` belong to the lane's
+    thread. All may raise CudaError."""
 
     def enter(self) -> None:
-        """Called once, before all others."""
+        """Called once, before all other methods."""
         ...
 
     def begin(self, chunk: Chunk, event: int) -> None:
-        """Begin a copy, of which `event`, 0 to the lane's depth - 1, then tells the end.
+        """Begins a copy. `event`, 0 to the lane's depth - 1, later identifies its end.
 
-        If it fails, the copy may have begun or not.
+        If this fails, the copy may or may not have begun.
         """
         ...
 
     def wait(self, event: int) -> None:
-        """Return when the copy that was begun with `event` has ended."""
+        """Waits until the copy that was begun with `event` has ended."""
         ...
 
     def drain(self) -> None:
-        """Return when all copies have ended."""
+        """Waits until all copies have ended."""
         ...
 
     def close(self) -> None:
@@ -77,23 +78,23 @@ class Link(Protocol):
 
 @dataclass
 class _Copy[Job]:
-    """A job that was begun."""
+    """A job that has begun."""
 
     job: Job
     begin: float = field(default_factory=time.perf_counter)
     error: str | None = None
     flying: int = 0
-    """Chunks on their way."""
+    """Number of chunks in flight."""
     all_begun: bool = False
 
 
 class Lane[Job]:
-    """Runs jobs one after another, each a number of chunks; the next begins while the last chunks
-    of the one before are on their way.
+    """Runs jobs one after another. Each job is a number of chunks. The next job begins while the
+    last chunks of the previous one are in flight.
 
-    Whatever fails becomes the error of a job. A job with an error ends when none of its chunks is
-    on its way any more. While the link cannot say so, the job does not end, because its memory may
-    still be written, and no other begins.
+    Any failure becomes the error of a job. A failed job ends when none of its chunks is in flight.
+    While the link cannot say so, the job does not end, because its memory may still be written, and
+    no other job begins.
     """
 
     def __init__(
@@ -108,12 +109,12 @@ class Lane[Job]:
     ):
         """
         Args:
-          name: of the thread.
-          chunks: what a job copies.
-          ready: whether a job may begin, without waiting. What it raises becomes the job's error.
-          ended: called in the lane's thread, or in that of `submit`, with the job, what went wrong
-            and the seconds that it took.
-          depth: chunks that are on their way at once.
+          name: name of the thread.
+          chunks: returns the chunks of a job.
+          ready: returns at once whether a job may begin. Its exception becomes the job's error.
+          ended: called on the lane's thread or that of `submit` with the job, its error or None,
+            and its duration in seconds.
+          depth: chunks in flight at once.
         """
         self._link, self._chunks, self._ended, self._depth = link, chunks, ended, depth
         self._ready = ready
@@ -122,31 +123,31 @@ class Lane[Job]:
         self._unusable: str | None = None
         self._flying: deque[tuple[_Copy[Job], int]] = deque()
         self._unsure = False
-        """Chunks that no event tells of may be on their way."""
+        """Whether chunks may be in flight that no event reports."""
         self._withheld: list[_Copy[Job]] = []
-        """Copies that failed and may still be on their way."""
+        """Failed copies that may still be in flight."""
         self._warned = False
         self._next_event = 0
-        # A daemon: a device that hangs must not keep the process from ending.
+        # A daemon thread: a device that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run a job after those submitted before. Does not wait."""
+        """Queues a job. Returns at once."""
         if self._closed:
             self._ended(job, "the copier is closed", 0.0)
         else:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Begin nothing any more: jobs that have not begun fail. Does not wait. `submit` must not
-        be running in another thread."""
+        """Stops the lane: jobs that have not begun fail. Returns at once. `submit` must not run on
+        another thread meanwhile."""
         self._closed = True
         self._jobs.put(None)
 
     def join(self, timeout: float) -> bool:
-        """Wait after `close`, `timeout` seconds at most. Returns whether the thread has ended, and
-        nothing is on its way."""
+        """Waits after `close`, at most `timeout` seconds. Returns whether the thread has ended with
+        nothing in flight."""
         self._thread.join(max(0.0, timeout))
         return not self._thread.is_alive() and not self._unsure
 
@@ -172,8 +173,8 @@ class Lane[Job]:
             self._drain()
 
     def _await(self, job: Job) -> str | None:
-        """Wait until a job may begin, and see to the jobs before it meanwhile. Returns why it never
-        may."""
+        """Waits until a job may begin, and finishes earlier jobs meanwhile. Returns an error if the
+        job can never begin."""
         try:
             while not self._closed and not self._ready(job):
                 self._retire() if self._flying else time.sleep(_LOOK)
@@ -207,7 +208,7 @@ class Lane[Job]:
         self._settle(copy)
 
     def _retire(self) -> None:
-        """Wait for the chunk that was begun first."""
+        """Waits for the oldest chunk in flight."""
         copy, event = self._flying.popleft()
         try:
             self._link.wait(event)
@@ -217,21 +218,20 @@ class Lane[Job]:
         self._settle(copy)
 
     def _fail(self, copy: _Copy[Job], error: CudaError) -> None:
-        """A call failed, so what was begun may have no event that tells its end."""
+        """Handles a failed call. No event may report the end of chunks begun by it."""
         copy.error = copy.error or str(error)
         if not self._unsure:
             self._unsure = True
             self._drain()
 
     def _drain(self) -> None:
-        """Wait until nothing is on its way, if the link can tell. Ends the copies that waited for
-        this."""
+        """Waits until nothing is in flight, if the link can tell. Then ends the withheld copies."""
         try:
             self._link.drain()
         except CudaError as error:
             if not self._warned:
                 self._warned = True
-                log.error("pages are not copied until the device answers: %s", error)
+                log.error("no pages are copied until the device answers: %s", error)
             return
         self._unsure = False
         withheld, self._withheld = self._withheld, []

@@ -1,4 +1,4 @@
-"""What copies: the processor, or a GPU's copy engine."""
+"""Links: copies by the CPU, or by a GPU's copy engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_…
 
 
 class Direction(enum.Enum):
-    """Of a copy, as seen from the device."""
+    """Direction of a copy, seen from the device."""
 
     STORE = enum.auto()
     """From the ring to the host."""
@@ -25,30 +25,30 @@ class Direction(enum.Enum):
 
 
 class CpuLink:
-    """Copies at once, in the lane's thread; other Python threads run meanwhile."""
+    """Copies synchronously on the lane's thread, without the interpreter lock."""
 
     def enter(self) -> None:
         """Nothing to do."""
 
     def begin(self, chunk: Chunk, event: int) -> None:
-        """Copy."""
+        """Copies the chunk."""
         ctypes.memmove(chunk.target, chunk.source, chunk.nbytes)
 
     def wait(self, event: int) -> None:
-        """The copy has ended."""
+        """Does nothing: the copy has already ended."""
 
     def drain(self) -> None:
-        """All copies have ended."""
+        """Does nothing: all copies have already ended."""
 
     def close(self) -> None:
         """Nothing to do."""
 
 
 class CudaLink:
-    """A stream, and an event for each chunk that may be on its way. Waiting for an event sleeps."""
+    """A CUDA stream, with an event for each chunk in flight. Waiting for an event sleeps."""
 
     def __init__(self, cuda: CudaContext, direction: Direction, num_events: int):
-        """Raises CudaError: no stream or event can be made; then none is left."""
+        """Raises CudaError if the stream or an event cannot be created, and destroys the others."""
         self._cuda, self._driver, self._quick = cuda, cuda.driver, cuda.quick
         self._stores = direction is Direction.STORE
         self._stream = c_void_p()
@@ -65,11 +65,11 @@ class CudaLink:
             raise
 
     def enter(self) -> None:
-        """Make the context current in the lane's thread."""
+        """Makes the context current in the lane's thread."""
         self._cuda.enter()
 
     def begin(self, chunk: Chunk, event: int) -> None:
-        """Enqueue the copy, and the event behind it."""
+        """Enqueues the copy and then its event."""
         size = c_size_t(chunk.nbytes)
         if self._stores:
             target, source = c_void_p(chunk.target), c_uint64(chunk.source)
@@ -82,7 +82,7 @@ class CudaLink:
         check(self._quick.cuEventRecord(self._events[event], self._stream), "cuEventRecord")
 
     def wait(self, event: int) -> None:
-        """Sleep until the event has happened, if it has not."""
+        """Sleeps until the event has happened."""
         status = self._quick.cuEventQuery(self._events[event])
         if status != _NOT_READY:
             check(status, "cuEventQuery")
@@ -90,11 +90,11 @@ class CudaLink:
         check(self._driver.cuEventSynchronize(self._events[event]), "cuEventSynchronize")
 
     def drain(self) -> None:
-        """Sleep until the stream is empty."""
+        """Sleeps until the stream is empty."""
         check(self._driver.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
 
     def close(self) -> None:
-        """Destroy events and stream. Errors are ignored: nothing is left to be saved."""
+        """Destroys events and stream. Ignores errors, because nothing needs saving any more."""
         self._driver.cuCtxSetCurrent(self._cuda.context)
         while self._events:
             self._driver.cuEventDestroy_v2(self._events.pop())

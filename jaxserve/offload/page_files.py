@@ -1,7 +1,7 @@
-"""Files with one page each: written whole or not at all, and believed only if nothing is amiss.
+"""Files with one page each. A file is written completely or not at all, and verified when read.
 
-A file is a header of one block and the page. It is written under another name and then renamed.
-Nothing is flushed: what a power cut leaves of a file does not have its checksum.
+A file is a header of one block and then the page. It is written under a temporary name and then
+renamed. Nothing is flushed: a file that a power cut damages fails its checksum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxserve.offload.checksum import checksum
 
 HEADER_BYTES = 4096
-"""A multiple of every disk's block, so that the page behind it can bypass the file cache."""
+"""A multiple of every disk's block size, so that the page after it can bypass the file cache."""
 
 HASH_BYTES = 32
 _MAGIC = b"jaxsrvKV"
@@ -28,14 +28,14 @@ _SUM = struct.Struct("<Q")
 
 
 class DamagedFile(Exception):
-    """A file is not what was written under its name: short, foreign, or changed."""
+    """A file differs from the one written under its name: too short, foreign, or changed."""
 
 
 class PageFiles:
-    """Reads and writes files of pages, through a buffer: one object per thread.
+    """Reads and writes page files through a buffer. Each thread needs its own object.
 
-    Files bypass the file cache where the file system allows it: what is read often is in host
-    memory anyway.
+    Files bypass the file cache if the file system allows it, because pages that are read often are
+    in host memory anyway.
     """
 
     def __init__(self, slot_bytes: int, stride: int, fingerprint: bytes):
@@ -43,7 +43,8 @@ class PageFiles:
         Args:
           slot_bytes: bytes of a page.
           stride: bytes of a slot of host memory, a multiple of 4 KiB.
-          fingerprint: 32 bytes; of all that the meaning of a page's bytes depends on.
+          fingerprint: 32 bytes, a digest of everything that the meaning of a page's bytes depends
+            on.
         """
         self._slot_bytes, self._fingerprint = slot_bytes, fingerprint
         self.file_bytes = HEADER_BYTES + stride
@@ -56,12 +57,12 @@ class PageFiles:
         """Writes a new file and returns the page's checksum.
 
         Args:
-          path: of a file that does not exist.
+          path: a file that does not exist yet.
           key: the page's hash, 32 bytes.
-          slot: [stride], page-aligned. If it changes meanwhile the file is damaged.
+          slot: [stride], page-aligned. If it changes during the write, the file is damaged.
 
         Raises:
-          OSError: as the system says it; then no file is left, if the system allows that.
+          OSError: the system's error. The file is removed if the system allows it.
         """
         total = checksum(slot[: self._slot_bytes])
         self._buffer[:HEADER_BYTES] = self._header(key, total)
@@ -83,8 +84,8 @@ class PageFiles:
         """Reads a page into the buffer, for `copy_page`, and returns its checksum.
 
         Raises:
-          DamagedFile: with the reason.
-          OSError: as the system says it.
+          DamagedFile: the file is damaged; the message has the reason.
+          OSError: the system's error.
         """
         file = self._open(path, os.O_RDONLY)
         try:
@@ -101,11 +102,12 @@ class PageFiles:
         return total
 
     def copy_page(self, target: int) -> None:
-        """Copy what was read last to an address; other Python threads run meanwhile."""
+        """Copies the page read last to an address. Releases the interpreter lock."""
         ctypes.memmove(target, self._address + HEADER_BYTES, self._slot_bytes)
 
     def _header(self, key: bytes, total: int) -> bytes:
-        """Returns [HEADER_BYTES]: what a page is, its checksum, and the header's own."""
+        """Returns a header, [HEADER_BYTES]: what the page is, its checksum, and the header's
+        checksum."""
         fields = (_MAGIC, _VERSION, self._slot_bytes, self._fingerprint, key, total)
         packed = _HEADER.pack(*fields)
         return (packed + _SUM.pack(checksum(packed))).ljust(HEADER_BYTES, b"\0")
@@ -117,14 +119,15 @@ class PageFiles:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-        self._direct = 0  # this file system has no files without a cache
-        with contextlib.suppress(OSError):  # some make the file before they refuse it
+        self._direct = 0  # this file system cannot bypass the file cache
+        with contextlib.suppress(OSError):  # some systems create the file before they refuse
             if flags & os.O_EXCL:
                 os.unlink(path)
         return os.open(path, flags, 0o600)
 
     def _reserve(self, file: int) -> None:
-        """Take the file's room at once, so that a full disk is noticed before it is filled."""
+        """Allocates the file's space first, so that a full disk is noticed before the page is
+        written."""
         try:
             os.posix_fallocate(file, 0, self.file_bytes)
         except OSError as error:

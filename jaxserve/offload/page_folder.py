@@ -1,11 +1,11 @@
-"""A folder with files of pages, of which each process has a directory of its own.
+"""A folder of page files. Each process has its own directory in it.
 
     FOLDER/<digest of the fingerprint>[-1, -2, …]/<the page's hash>.kv
                                                   /lock
 
-Who holds the lock of a directory owns it. A second process with the same fingerprint takes the next
-number, and finds it again after a restart. Directories that nobody holds are left over, from other
-models or earlier settings; their files may be removed.
+The process that holds the lock of a directory owns it. A second process with the same fingerprint
+takes the next number, and finds its directory again after a restart. A directory that nobody holds
+is left over from another model or earlier settings; its files may be removed.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ _TEMPORARY = ".tmp"
 _LOCK = "lock"
 _MOST_OWNERS = 64
 _FLOCK = struct.Struct("hhqqi4x")
-"""The system's `struct flock` with 64 bits: type, from where, start, length, process."""
+"""The system's 64-bit `struct flock`: type, whence, start, length, process."""
 
 
 class FolderError(RuntimeError):
-    """A folder cannot hold pages, for a reason that the user can change."""
+    """The folder cannot hold pages, for a reason that the user can fix."""
 
 
 class PageFile(NamedTuple):
-    """A file that was found."""
+    """A page file found by a scan."""
 
     path: Path
     key: bytes
     size: int
-    """In bytes."""
+    """Size in bytes."""
     used: int
-    """When it was written or read last, in nanoseconds."""
+    """Time of the last read or write, in nanoseconds."""
 
 
 class PageFolder:
-    """The directory of this process. Its methods may be called in any thread.
+    """The directory of this process. Any thread may call its methods.
 
     Attributes:
-      fingerprint: 32 bytes, the digest of the text.
-      directory: where this process's pages lie.
+      fingerprint: 32 bytes, the digest of the fingerprint text.
+      directory: the directory with this process's pages.
     """
 
     def __init__(self, folder: Path, fingerprint: str):
-        """Makes and locks a directory.
+        """Creates and locks a directory.
 
         Args:
-          folder: made if it does not exist.
-          fingerprint: all that the meaning of a page's bytes depends on.
+          folder: created if it does not exist.
+          fingerprint: names everything that the meaning of a page's bytes depends on.
 
         Raises:
-          FolderError: no directory can be made, locked or trusted there.
+          FolderError: no directory there can be created, locked or trusted.
         """
         self.fingerprint = sha256(fingerprint.encode()).digest()
         name = self.fingerprint.hex()[:32]
@@ -79,7 +79,7 @@ class PageFolder:
             directory.mkdir(mode=0o700, exist_ok=True)
             status = directory.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise FolderError(f"{directory} is not a directory of this user's")
+                raise FolderError(f"{directory} is not a directory that this user owns")
             directory.chmod(0o700)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             lock = os.open(directory / _LOCK, flags, 0o600)
@@ -95,22 +95,22 @@ class PageFolder:
         raise FolderError(f"{_MOST_OWNERS} processes already keep pages in {self._folder}")
 
     def path(self, key: bytes) -> Path:
-        """Returns where a page lies, or would."""
+        """Returns the path of a page's file, which may not exist."""
         return self.directory / f"{key.hex()}.kv"
 
     def temporary(self, number: int) -> Path:
-        """Returns a name for a file that is being written."""
+        """Returns a temporary name for a file that is being written."""
         return self.directory / f"{self._mark}-{number}{_TEMPORARY}"
 
     def restore(self) -> None:
-        """Make the directory again if somebody removed it. Raises OSError."""
+        """Creates the directory again if it was removed. Raises OSError."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def scan(self, file_bytes: int, is_over: Callable[[], bool]) -> tuple[list[PageFile], int]:
-        """Returns the files of pages, those used longest ago first, and how many were damaged.
+        """Returns the page files, least recently used first, and the number of damaged files.
 
-        Removes files that cannot be whole pages: what an interrupted write left, and those of
-        another size than `file_bytes`. Other people's files stay. Stops early if `is_over`.
+        Removes files that cannot be whole pages: remains of interrupted writes, and files of
+        another size than `file_bytes`. Keeps unknown files. Stops early if `is_over`.
         """
         found: list[PageFile] = []
         damaged = 0
@@ -129,7 +129,7 @@ class PageFolder:
         return found, damaged
 
     def left_over(self) -> dict[Path, list[PageFile]]:
-        """Returns the files of each directory that nobody holds, those used longest ago first."""
+        """Returns the files of each directory that nobody holds, least recently used first."""
         found: dict[Path, list[PageFile]] = {}
         for each in _entries(self._folder):
             directory = Path(each.path)
@@ -141,20 +141,20 @@ class PageFolder:
         return found
 
     def close(self) -> None:
-        """Give the directory up; once is enough."""
+        """Releases the directory. Further calls do nothing."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def is_held(directory: Path) -> bool:
-    """Returns whether a process owns a directory; asking takes nothing from anybody."""
+    """Returns whether a process owns a directory. Takes no lock."""
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # not ours to touch
+        return True  # another user's directory
     try:
         answer = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
@@ -165,7 +165,7 @@ def is_held(directory: Path) -> bool:
 
 
 def remove(path: Path) -> bool:
-    """Removes a file if the system lets us; returns whether there was one."""
+    """Removes a file if the system allows it. Returns whether there was one."""
     with contextlib.suppress(OSError):
         path.unlink()
         return True

@@ -1,4 +1,4 @@
-"""Which pages a folder holds, in the order of their use, within a limit of bytes."""
+"""The index of pages in a folder, in order of use, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from jaxserve.offload.page_folder import PageFile, PageFolder, is_held, remove
 
 
 class PageIndex:
-    """The pages of a `PageFolder`; any thread may call it, and none waits for a disk in it but in
-    `make_room`.
+    """The pages of a `PageFolder`. Any thread may call it. Only `make_room` waits for the disk.
 
-    What is left over from other models or settings counts as well, and is removed first.
+    Files left over from other models or settings count too, and are removed first.
     """
 
     def __init__(self, folder: PageFolder, file_bytes: int, max_bytes: int):
@@ -38,15 +37,15 @@ class PageIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files, left-over ones too."""
+        """Bytes of the files, left-over ones included."""
         return len(self._keys) * self._file_bytes + self._left_over_bytes
 
     def fill(self, found: Sequence[PageFile], left_over: dict[Path, list[PageFile]]) -> None:
-        """Take over what a scan found, as used before everything that is known.
+        """Adds the results of a scan, as used before all known pages.
 
         Args:
-          found: files of pages, those used longest ago first.
-          left_over: files in directories that nobody holds, likewise.
+          found: page files, least recently used first.
+          left_over: files in directories that nobody holds, in the same order.
         """
         with self._lock:
             known = self._keys
@@ -58,7 +57,7 @@ class PageIndex:
             self._left_over_bytes = sum(map(_size, left_over.values()))
 
     def begin(self, key: bytes) -> bool:
-        """Returns whether a page is to be written now: it is neither there nor on its way."""
+        """Returns whether to write a page now. False if it is present or being written."""
         with self._lock:
             if key in self._keys:
                 self._keys.move_to_end(key)
@@ -69,37 +68,37 @@ class PageIndex:
             return True
 
     def end(self, key: bytes, *, written: bool) -> None:
-        """The page that was begun is there, or will not be."""
+        """Reports the end of a write from `begin`, and whether the page was written."""
         with self._lock:
             self._writing.discard(key)
             if written:
                 self._keys[key] = None
 
     def touch(self, key: bytes) -> None:
-        """A page was read; so it is there."""
+        """Reports that a page was read, and is therefore present."""
         with self._lock:
             self._keys[key] = None
             self._keys.move_to_end(key)
 
     def forget(self, key: bytes) -> None:
-        """A page is there no more, or cannot be read."""
+        """Reports that a page is gone or cannot be read."""
         with self._lock:
             self._keys.pop(key, None)
 
     def make_room(self) -> int:
-        """Removes files until everything fits, with what is being written; returns how many."""
+        """Removes files until all pages fit, those being written included. Returns how many."""
         removed = 0
         while (victim := self._victim()) is not None:
             path, directory = victim
             if directory is not None and is_held(directory):
-                with self._lock:  # since the scan, a process took it
+                with self._lock:  # a process took the directory since the scan
                     self._left_over_bytes -= _size(self._left_over.pop(directory, []))
             else:
                 removed += remove(path)
         return removed
 
     def _victim(self) -> tuple[Path, Path | None] | None:
-        """Returns a file to remove, and the directory if that is a left-over one."""
+        """Returns a file to remove; and its directory, if that is left over."""
         with self._lock:
             files = len(self._keys) + len(self._writing)
             if files * self._file_bytes + self._left_over_bytes <= self._max_bytes:

@@ -1,4 +1,4 @@
-"""Host memory for pages of the KV cache: slots of equal size, pinned where there is a GPU."""
+"""Host memory for KV cache pages: slots of equal size, pinned if there is a GPU."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from jaxserve.offload.cuda import CudaContext
 from jaxserve_kernels.cuda_driver import check
 
 type Progress = Callable[[int, int], None]
-"""Called with (bytes ready, bytes of all)."""
+"""Called with the bytes that are ready and the total bytes."""
 
 MAX_REGISTERED = 64 << 30
-"""Bytes of one registration. Single ones of 512 GiB and more are reported to fail."""
+"""The most bytes per registration. Registrations of 512 GiB and more are reported to fail."""
 
 RESERVE = 1 << 30
-"""Bytes of host memory that stay free beside a slab."""
+"""Bytes of host memory to leave free besides the slab."""
 
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
+_POPULATE_WRITE = 23  # madvise constant, since Linux 5.14
 _PIECE = 256 << 20
-"""Bytes that one call touches: a progress line's step."""
+"""Bytes that one call touches, and so the step of the progress."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 
 
 class NotEnoughMemory(RuntimeError):
-    """The machine, or a cgroup of this process, does not have the memory of a slab."""
+    """The machine, or a cgroup of this process, has too little memory for a slab."""
 
 
 class HostSlab:
-    """Slots of host memory, each for one page of the KV cache in any format.
+    """Slots of host memory. Each holds one page of the KV cache in any format.
 
-    The memory is this process's alone: not inherited by children, whose copies would cost as much
-    again, and not written to core files. Huge pages hold it where the system has them.
+    The memory belongs to this process alone. Children do not inherit it, because their copies would
+    cost as much again, and core files do not contain it. It uses huge pages if the system has them.
 
     Attributes:
       num_slots: number of slots.
-      slot_bytes: bytes of a slot that are used.
-      stride: bytes from one slot to the next, a multiple of the system's page.
-      checksums: of the slots' contents, by slot; None: not known. Who fills a slot sets it.
+      slot_bytes: used bytes per slot.
+      stride: bytes from one slot to the next, a multiple of the system's page size.
+      checksums: checksum of each slot's content; None: unknown. Whoever fills a slot sets it.
     """
 
     def __init__(
@@ -57,22 +57,21 @@ class HostSlab:
         progress: Progress | None = None,
         threads: int = 8,
     ):
-        """Takes, touches and pins the memory; nothing of it is touched before it is known to be
-        there.
+        """Allocates, touches and pins the memory. Checks first that enough memory is available.
 
         Args:
           num_slots: at least 1.
-          slot_bytes: bytes of a page in its format, of all layers.
-          cuda: where to pin the memory; None: it is not pinned.
-          progress: called while memory is made ready.
-          threads: that touch memory.
+          slot_bytes: bytes of a page in its format, in all layers.
+          cuda: the GPU for which the memory is pinned; None: it is not pinned.
+          progress: called while memory is touched and pinned.
+          threads: number of threads that touch memory.
 
         Raises:
-          NotEnoughMemory: with the numbers.
-          CudaError: the driver does not pin it. Nothing stays pinned.
+          NotEnoughMemory: too little memory is available; the message has the numbers.
+          CudaError: the driver cannot pin the memory. Nothing stays pinned.
         """
         if num_slots < 1 or slot_bytes < 1:
-            raise ValueError(f"a slab of {num_slots} slots of {slot_bytes} bytes")
+            raise ValueError(f"a slab of {num_slots} slots of {slot_bytes} bytes is empty")
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.checksums: list[int | None] = [None] * num_slots
@@ -93,21 +92,22 @@ class HostSlab:
             raise
 
     def address(self, slot: int) -> int:
-        """Returns where a slot begins in this process's memory."""
+        """Returns the address of a slot in this process's memory."""
         return self._address + slot * self.stride
 
     def slot(self, slot: int) -> memoryview:
-        """Returns the bytes of a slot, [slot_bytes], to read and write."""
+        """Returns the bytes of a slot, [slot_bytes], for reading and writing."""
         return self._view[slot * self.stride :][: self.slot_bytes]
 
     def block(self, slot: int) -> memoryview:
-        """Returns a slot with what follows it up to the next, [stride], as disks want it."""
+        """Returns a slot with its padding up to the next slot, [stride], as direct disk I/O
+        needs."""
         return self._view[slot * self.stride :][: self.stride]
 
     def close(self) -> None:
-        """Unpins and frees the memory, which nothing may read or write any more.
+        """Unpins and frees the memory. Nothing may access it any more.
 
-        Memory that is still exported, as NumPy arrays for example, is freed with the last of them.
+        Memory that is still exported, for example as NumPy arrays, is freed with its last export.
         """
         if self._cuda is not None:
             with contextlib.suppress(RuntimeError):
@@ -120,9 +120,9 @@ class HostSlab:
             self._map.close()
 
     def _make_ready(self, size: int, threads: int, progress: Progress | None) -> None:
-        """Touch all memory and pin it, a registration at a time.
+        """Touches all memory and pins it, one registration at a time.
 
-        No copy may cross the border between two registrations, so each is of whole slots.
+        Each registration covers whole slots, because no copy may cross the border between two.
         """
         if self._cuda is not None:
             self._cuda.enter()
@@ -141,7 +141,7 @@ class HostSlab:
         status = cuda.driver.cuMemHostRegister_v2(c_void_p(address), c_size_t(size), _PORTABLE)
         what = f"cuMemHostRegister of {size / 2**30:.1f} GiB"
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if status and 0 <= locked < size:  # most drivers do not count pinned memory there
+        if status and 0 <= locked < size:  # most drivers do not count pinned memory against it
             what += f", where `ulimit -l` allows {locked / 2**20:.1f} MiB of locked memory"
         check(status, what)
         self._registered.append(address)
@@ -158,14 +158,14 @@ def _check_available(size: int) -> None:
 
 
 def _run_on(cpus: set[int]) -> None:
-    """Keep this thread on the given processors, and so the memory that it touches beside them."""
+    """Binds this thread to the given CPUs, so that the memory it touches lies close to them."""
     allowed = cpus & os.sched_getaffinity(0)
     if allowed:
         os.sched_setaffinity(0, allowed)
 
 
 def _touch(pool: ThreadPoolExecutor, address: int, size: int) -> Iterator[int]:
-    """Give memory its pages, in parallel; yields how many bytes have theirs."""
+    """Touches memory in parallel. Yields the number of bytes touched so far."""
     library: Any = ctypes.CDLL(None)
 
     def touch(begin: int) -> None:

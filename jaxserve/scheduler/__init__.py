@@ -1,4 +1,5 @@
-"""Who computes what in the next step: sequences, KV pages and slots, in plain Python."""
+"""Plans each step: which sequences compute which tokens, with which pages and slots. Plain
+Python."""
 
 from jaxserve.scheduler.pages import OutOfPages as OutOfPages
 from jaxserve.scheduler.pages import PagePool as PagePool

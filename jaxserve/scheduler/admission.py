@@ -1,4 +1,4 @@
-"""Admission: refuses requests that can never fit, and admits others when pages suffice."""
+"""Admission: refuses requests that can never fit, and admits others if enough pages are free."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OVERRUN = 1.25
 class OutputLengths:
     """Expected output lengths, learned from finished sequences as a share of `max_tokens`.
 
-    Sequences are classed by the power of two of `max_tokens`, because that number tells kinds of
-    requests apart. Until the first sequence of a class ends, each is expected to generate
-    `max_tokens`, up to `_UNKNOWN`.
+    Sequences are grouped into classes by the power of two of `max_tokens`, because that number
+    separates kinds of requests. Until the first sequence of a class ends, each is expected to
+    generate `max_tokens`, up to `_UNKNOWN`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class OutputLengths:
         """(mean, variance) of generated / max_tokens, by class."""
 
     def observe(self, max_tokens: int, generated: int) -> None:
-        """Report a finished sequence and its number of generated tokens."""
+        """Reports a finished sequence and its number of generated tokens."""
         share, kind = generated / max_tokens, max_tokens.bit_length()
         mean, variance = self._shares.get(kind, (share, 0.0))
         error = share - mean
@@ -47,8 +47,8 @@ class OutputLengths:
         self._shares[kind] = mean + _WEIGHT * error, variance
 
     def expected(self, max_tokens: int, generated: int) -> tuple[int, float]:
-        """Returns the expected final length, in output tokens, of a sequence that has `generated`
-        tokens so far, and the standard deviation."""
+        """Returns the expected final length and its standard deviation, in output tokens, of a
+        sequence that has `generated` tokens so far."""
         known = self._shares.get(max_tokens.bit_length())
         if known is None:
             return min(max_tokens, max(_UNKNOWN, int(generated * _OVERRUN))), 0.0
@@ -57,7 +57,7 @@ class OutputLengths:
         return min(max_tokens, most), math.sqrt(variance) * max_tokens
 
     def of_new(self, max_tokens: int) -> ExpectedOutput:
-        """Returns the expected output of a sequence that has not begun."""
+        """Returns the expected output of a sequence that has not started."""
         known = self._shares.get(max_tokens.bit_length())
         if known is None:
             return ExpectedOutput(min(max_tokens, _UNKNOWN), 0.0, 0)
@@ -73,16 +73,16 @@ class ExpectedOutput(NamedTuple):
     expected: int
     deviation: float
     short: int
-    """One deviation below the mean: few outputs are shorter. 0 if nothing is known."""
+    """The mean minus one deviation: few outputs are shorter. 0 if nothing is known."""
 
 
 class Growth(NamedTuple):
     """A running sequence and its expected growth, in pages."""
 
     held: int
-    """Pages that become free when the sequence ends."""
+    """Pages that it frees when it ends."""
     remaining: int
-    """Pages that the sequence is expected to add before it ends."""
+    """Pages that it is expected to add before it ends."""
     deviation: float = 0.0
     """Standard deviation of `remaining`."""
 
@@ -90,7 +90,7 @@ class Growth(NamedTuple):
 def peak_pages(sequences: Collection[Growth]) -> int:
     """Returns the most pages that the sequences will hold at once.
 
-    All sequences grow at the same rate and free their pages when they end, so the maximum comes
+    All sequences grow at the same rate and free their pages when they end. So the maximum comes
     just before one of them ends. Gong et al. 2025, "Past-Future Scheduler for LLM Serving under SLA
     Guarantees", use the same sum.
     """
@@ -105,7 +105,7 @@ def peak_pages(sequences: Collection[Growth]) -> int:
 def margin(sequences: Collection[Growth]) -> float:
     """Returns the pages to keep free beyond the expected peak.
 
-    This is `_MARGIN` standard deviations of the sum, assuming independent sequences.
+    The margin is `_MARGIN` standard deviations of the sum, assuming independent sequences.
     """
     return _MARGIN * math.sqrt(sum(sequence.deviation**2 for sequence in sequences))
 
@@ -117,12 +117,12 @@ def has_room(
     kv_cache: KVCacheManager,
     lengths: OutputLengths,
 ) -> bool:
-    """Returns whether a waiting sequence may be admitted: whether it has room in every cache group.
+    """Returns whether a waiting sequence may be admitted. It needs room in every cache group.
 
-    It must fit now, and all running sequences must fit later if their lengths are as expected. The
-    second condition is dropped if the sequence should end before the others reach their peak: it
-    then makes nothing tighter. Without that exception, answers that run longer than expected would
-    keep even short requests out.
+    It must fit now. All running sequences must also fit later, if their lengths are as expected.
+    The second condition does not apply if the sequence should end before the others reach their
+    peak, because then it does not raise the peak. Without this exception, answers that run longer
+    than expected would keep out even short requests.
 
     Args:
       hit: the sequence's cached prefix.
@@ -141,12 +141,12 @@ def _has_room(
     page_size: int,
     lengths: OutputLengths,
 ) -> bool:
-    """Returns whether the sequence has room in one group, of which `hit` is its page table."""
+    """Returns whether the sequence has room in one group. `hit` is its page table in that group."""
     pages = group.pool
     if group.max_pages + group.num_loading + group.max_pages_of(seq) <= pages.num_total:
         return True
     free = pages.num_free - group.free_pages_needed(seq, hit)
-    if free < len(running):  # each of them may need a page in the next step
+    if free < len(running):  # each running sequence may need a page in the next step
         return False
     if not running:
         return True
@@ -160,7 +160,7 @@ def _has_room(
     new = group.new_pages(seq, hit)
     cached = sum(page > 0 for page in hit)
     growths = [growth(other, len(group.held(other)), group.own(other)) for other in running]
-    # Pages that several hold, or that came from the cache, count once and as held to the end.
+    # Shared pages and pages from the cache count once, and as held to the end.
     common = pages.num_total - free - new - sum(growth.held for growth in growths)
     grown = [*growths, growth(seq, new + cached, new)]
     peak = peak_pages(grown)
@@ -168,7 +168,7 @@ def _has_room(
 
 
 def refuse_impossible(request: Request, config: SchedulerConfig, cache: CacheConfig) -> None:
-    """Raises Rejected, with the numbers, if a request can never be served."""
+    """Raises Rejected, with the numbers, if the request can never be served."""
     length, longest = len(request.prompt), config.max_model_len
     if request.params.max_tokens < 1:
         raise Rejected(f"max_tokens must be at least 1, got {request.params.max_tokens}")

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes beside its decodes."""
+"""Chooses how many prompt tokens a step computes beside its decode rows."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import NamedTuple
 from jaxserve.scheduler.learned_times import LearnedTimes
 
 _MAX_CHUNKS_TO_FIT = 8
-"""Chunks. Prompts are not cut into more chunks than this to avoid the padding of a larger bucket.
-A bound on the search; not measured."""
+"""The most chunks into which a prompt is cut to avoid the padding of a larger bucket. It bounds the
+search; not measured."""
 
 _MIN_COST = 1e-9
-"""Seconds. A chunk costs at least this: a noisy table may have a mixed step faster than a decode
-step, and prices per token must stay positive."""
+"""Seconds. The smallest cost of a chunk. A noisy table may have a mixed step that is faster than a
+decode step, and prices per token must stay positive."""
 
 MAX_SLOWDOWN = 2.0
-"""Times the decode step. A mixed step may always take this long, even beyond `max_itl`: otherwise
-a batch whose decode step alone reaches the limit would stop reading prompts. A rule, not measured.
-"""
+"""A mixed step may always take this many times the decode step, even beyond `max_itl`. Otherwise a
+batch whose decode step alone reaches the limit would stop reading prompts. A rule, not measured."""
 
 PREFILL_HORIZON_STEPS = 31
-"""Steps. All waiting prompt tokens should be computed within this many, so a first token takes at
-most about this many times as long as a next one. Chosen on an H200 with Qwen3-4B by closed loops
-of 8 to 256 clients, 1,024 tokens in and 128 out, simulated and measured: "A pace, and times that
-are learned" in lab/logs/scheduling.md, lab/measurements/step_times_served_h200.json."""
+"""Steps. All waiting prompt tokens should be computed within this many steps. So a first token
+takes at most about this many times as long as a next token. Chosen on an H200 with Qwen3-4B by
+closed loops of 8 to 256 clients, 1,024 tokens in and 128 out, simulated and measured: "A pace, and
+times that are learned" in lab/logs/scheduling.md, lab/measurements/step_times_served_h200.json."""
 
 _NO_SKIPPING_BELOW = 0.5
-"""Share of a small chunk per step. Where less keeps the horizon, no step leaves its chunk out: few
+"""Small chunks per step. If fewer than this keep the horizon, no step goes without a chunk: few
 prompts wait, and each is read at once."""
 
 _MIN_CHUNKS_PER_STEP = 0.85
-"""Small chunks per step, on average. Where less than a whole one, but more than
-`_NO_SKIPPING_BELOW`, keeps the horizon, one step in seven is of decodes alone. Chosen on
-the same loops among 0.7 to 1.0, simulated; measured at 32 to 128 clients without the rule above it:
-"Not faster than the pace either" in lab/logs/scheduling.md, lab/measurements/serving_h200.json."""
+"""Small chunks per step, on average. If fewer than one but more than `_NO_SKIPPING_BELOW` keep the
+horizon, one step in seven has decode rows only. Chosen among 0.7 to 1.0 by simulating the same
+loops; measured at 32 to 128 clients without the rule above it: "Not faster than the pace either" in
+lab/logs/scheduling.md, lab/measurements/serving_h200.json."""
 
 _MIN_SAVING_PER_DOUBLING = 0.08
-"""Share of the price of a token. A chunk twice as large must save this much per token to be worth
-the longer step. Beside 27 decodes tokens cost 12.8 us in chunks of 256, 10.6 in 512, and from there
-to 2,048 less than 8 % apart ("A pace, and times that are learned" in lab/logs/scheduling.md)."""
+"""Share of the price of a token. A chunk of twice the size must save this much per token to justify
+the longer step. Beside 27 decode rows, tokens cost 12.8 us in chunks of 256 and 10.6 us in chunks
+of 512. From there to 2,048 the prices differ by less than 8 % ("A pace, and times that are learned"
+in lab/logs/scheduling.md)."""
 
 _PRICE_EXPONENT = math.log2(1 + _MIN_SAVING_PER_DOUBLING) - 1
-"""cost x tokens^exponent is equal for two chunks of which the one twice as large saves exactly
+"""cost x tokens^exponent is equal for two chunks if the one of twice the size saves exactly
 `_MIN_SAVING_PER_DOUBLING` per token."""
 
 _ITL_SHARE_OF_CHEAPER_CHUNK = 0.5
-"""Share of `max_itl`. A step may take this much for a chunk that is larger than the horizon needs
-and chosen only because its tokens are cheaper. A rule, not measured."""
+"""Share of `max_itl`. A step may take this much for a chunk that is larger than the horizon needs,
+if its tokens are cheaper. A rule, not measured."""
 
 
 class Decodes(NamedTuple):
@@ -57,51 +57,57 @@ class Decodes(NamedTuple):
 
     rows: int
     context: int
-    """Tokens in the cache of all of them together."""
+    """Tokens in the cache of all decode rows together."""
     guided: int = 0
-    """Sequences that get a token every second step at most, as a grammar's mask comes between: in
-    this step or not."""
+    """Sequences that wait for a grammar's mask between their tokens. They get a token in at most
+    every second step. Counts them whether or not they are in this step."""
 
 
 class Prompt(NamedTuple):
     """A prompt that waits for its next chunk."""
 
     start: int
-    """Tokens computed or cached so far."""
+    """Tokens already computed or cached."""
     tokens: int
-    """Still to compute, at least 1."""
+    """Tokens still to compute, at least 1."""
     read: int = 0
-    """Of those before `start`, computed for it and not found in the cache."""
+    """Tokens before `start` that were computed, not found in the cache."""
 
 
 class TokenBudget:
-    """Chooses chunks so that tokens come fast and first tokens do not wait too long for it.
+    """Chooses chunk sizes so that next tokens come fast and first tokens do not wait too long.
 
-    A step is padded to its bucket, so the choice is one of buckets: which of them to fill now, when
-    what is left over takes further steps. What a chunk costs is the time that its step takes beyond
-    one of the decodes alone. While nobody decodes, the least time for all prompts wins. While
-    sequences decode, steps have a small chunk whose tokens are cheap. Where what waits would take
-    more than `PREFILL_HORIZON_STEPS` such steps, some have a large one instead, as many as it takes
-    to keep that pace: so as many prompts are read as come, whatever the times are worth, and the
-    rest at the least price. Where it would take somewhat less, some have none: a first token need
-    not come sooner than that at the expense of all that follow others. No step may take longer than
-    `max_itl`, as far as they tell; nor two of them where a sequence gets its token in one of two.
+    A step is padded to its bucket, so the choice is between buckets: which one to fill now, if
+    later steps compute the rest. The cost of a chunk is the time that its step takes beyond a step
+    of the decode rows alone.
+
+    Without decode rows, the budget minimises the time for all prompts. With decode rows, steps have
+    a small chunk whose tokens are cheap. If the waiting prompts would take more than
+    `PREFILL_HORIZON_STEPS` such steps, some steps have a large chunk instead, as many as needed to
+    keep that pace. So prompts are read as fast as they arrive, at the lowest price. If the prompts
+    would take slightly fewer steps, some steps have no chunk: a first token need not come earlier
+    at the expense of all next tokens.
+
+    No step may take longer than `max_itl` by the known times. If a sequence gets a token only in
+    every second step, two steps together may not.
     """
 
     def __init__(self, times: LearnedTimes | None, *, max_tokens: int, max_itl: float):
-        """Without times every step takes up to `max_tokens` tokens. `max_itl` is in seconds."""
+        """`times` None: every step takes up to `max_tokens` tokens. `max_itl` is in seconds."""
         self._times = times
         self._max_tokens = max_tokens
         self._max_itl = max_itl
         self._buckets = [size for size in (times.sizes if times else ()) if size <= max_tokens]
         self._behind = 0.0
-        """Tokens that earlier steps left unread of what was to be read in each; negative if they
-        have read more."""
+        """Tokens by which earlier steps fell behind the pace; negative if they are ahead."""
 
     def chunk_tokens(self, decodes: Decodes, pending: Iterable[Prompt], queued: int = 0) -> int:
-        """Prompt tokens that the next step may compute, at most; to be asked once for each.
+        """Returns the most prompt tokens that the next step may compute. Call it once per step.
 
-        `pending` are the first to come, `queued` how many wait behind them.
+        Args:
+          decodes: the decode rows of the step.
+          pending: the prompts that come first.
+          queued: how many more prompts wait behind them.
         """
         room = self._max_tokens - decodes.rows
         if self._times is None or room < 1:
@@ -115,7 +121,7 @@ class TokenBudget:
         allowed = self._within_itl(self._times, sizes, decodes, prompts) or sizes[:1]
         costs = self._costs(self._times, allowed, decodes)
         if decodes.rows:
-            # What is read already counts, or a long prompt's chunks would shrink as it is read.
+            # Count tokens already read: otherwise a long prompt's chunks would shrink over time.
             waiting = wanted * (1 + queued / len(prompts)) + sum(prompt.read for prompt in prompts)
             chunk = self._paced(
                 self._times, costs, waiting / PREFILL_HORIZON_STEPS, decodes, prompts
@@ -133,15 +139,15 @@ class TokenBudget:
         decodes: Decodes,
         prompts: list[Prompt],
     ) -> int:
-        """The small chunk, the large one if by now as much is to be read, or nothing if by now more
-        has been than was to be; `pace`: tokens per step."""
+        """Returns the small chunk, the large chunk if reading is behind the pace by that much, or 0
+        if reading is ahead. `pace` is in tokens per step."""
         small = _small_chunk(costs)
         if pace <= _NO_SKIPPING_BELOW * small:
             self._behind = 0.0
             return small
         if pace <= small:
             due = min(self._behind, 0.0) + max(pace, _MIN_CHUNKS_PER_STEP * small)
-            # However much earlier chunks were larger: no two steps in a row are without one.
+            # Even after larger chunks, two steps in a row never go without one.
             chunk, self._behind = (small, due - small) if due > 0 else (0, 0.0)
             return chunk
         enough = [size for size in costs if size >= pace] or [max(costs)]
@@ -156,7 +162,8 @@ class TokenBudget:
         return chunk
 
     def prefill_rate(self, decodes: Decodes) -> float | None:
-        """Prompt tokens per second at most beside these decodes; None without times."""
+        """Returns the most prompt tokens per second beside these decode rows; None without
+        times."""
         times, sizes = self._times, [size for size in self._buckets if size > decodes.rows]
         if times is None or not sizes:
             return None
@@ -177,7 +184,7 @@ class TokenBudget:
         return [size for size in sizes if _step(times, size, decodes, prompts) <= limit]
 
     def _costs(self, times: LearnedTimes, sizes: list[int], decodes: Decodes) -> dict[int, float]:
-        """Seconds by chunk, for full buckets without context before the chunks."""
+        """Returns the seconds of each chunk size, for full buckets without earlier context."""
         rows, context = decodes.rows, decodes.context
         alone = times.of_decode(rows, context) if rows else 0.0
         return {
@@ -187,17 +194,18 @@ class TokenBudget:
 
 
 def _small_chunk(costs: dict[int, float]) -> int:
-    """The chunk with the cheapest tokens, if each doubling saves `_MIN_SAVING_PER_DOUBLING`."""
+    """Returns the chunk with the cheapest tokens, if each doubling saves
+    `_MIN_SAVING_PER_DOUBLING`."""
     return min(costs, key=lambda chunk: costs[chunk] * chunk**_PRICE_EXPONENT)
 
 
 def _first_chunk(costs: dict[int, float], wanted: int) -> int:
-    """The first of the chunks that compute `wanted` tokens at least cost.
+    """Returns the first chunk of the cheapest way to compute `wanted` tokens.
 
-    `costs`: of a chunk of at most so many tokens, increasing.
+    `costs`: seconds by the largest number of tokens in a chunk, increasing.
     """
     chunks, prices = list(costs), list(costs.values())
-    # Far from the end only the rate counts; near it, what the last chunk wastes.
+    # Far from the end only the rate counts; near it, the padding of the last chunk counts too.
     if wanted > 2 * chunks[-1]:
         return max(chunks, key=lambda chunk: (chunk / costs[chunk], chunk))
 
@@ -221,13 +229,13 @@ def _first_chunk(costs: dict[int, float], wanted: int) -> int:
 
 
 def _step(times: LearnedTimes, size: int, decodes: Decodes, prompts: list[Prompt]) -> float:
-    """Seconds of a full step with these decodes, if the prompts are read in order."""
+    """Returns the seconds of a full step with these decodes, if the prompts are read in order."""
     rows, context = decodes.rows, decodes.context
     return times.of_mixed(size, rows, context, *_reads(prompts, size - rows))
 
 
 def _reads(prompts: list[Prompt], tokens: int) -> tuple[int, int]:
-    """Pairs and depth of the first `tokens` tokens, see `StepTimes.of_mixed`."""
+    """Returns pairs and depth of the first `tokens` tokens, see `StepTimes.of_mixed`."""
     pairs = depth = 0
     for prompt in prompts:
         taken = min(prompt.tokens, tokens)

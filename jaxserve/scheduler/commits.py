@@ -1,4 +1,4 @@
-"""What the results of steps do to sequences, and what a failed step does."""
+"""Applies the results of steps to sequences, and recovers from failed steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Commits(LiveSequences):
-    """The scheduler's part that applies what the device computed."""
+    """The part of the scheduler that applies results from the device."""
 
     _verify: VerifyRows | None = None
 
     def __init__(self, *args: Any, **options: Any):
-        """As `LiveSequences`."""
+        """Takes the arguments of `LiveSequences`."""
         super().__init__(*args, **options)
         self._guided = Guided(self._live)
         self._uncommitted: list[TokenEvent] = []
@@ -33,7 +33,7 @@ class Commits(LiveSequences):
         """Prompt tokens that committed steps computed or found cached; each counts once."""
 
     def commit(self, plan: StepPlan, sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
-        """Apply the results of a plan's rows, in order. Returns the events of live sequences."""
+        """Applies the results of a plan's rows, in order. Returns the events of live sequences."""
         events = self._uncommitted
         self.num_steps += 1
         live, now = self._live, self._clock()
@@ -67,8 +67,8 @@ class Commits(LiveSequences):
         return events
 
     def _spoiled(self, seq: Sequence) -> TokenEvent:
-        """End a sequence whose logits are NaN. Its keys and values may be NaN, too, so the prefix
-        cache is emptied."""
+        """Ends a sequence whose logits are NaN. Its keys and values may be NaN too, so this also
+        empties the prefix cache."""
         log.error(
             "request %s ends with an error: after %d tokens its logits are not numbers (NaN or"
             " infinite); the prefix cache is emptied",
@@ -81,7 +81,7 @@ class Commits(LiveSequences):
         return TokenEvent(seq.request_id, None, FinishReason.ERROR)
 
     def _take(self, seq: Sequence, result: Sampled, now: float) -> TokenEvent:
-        """Apply a token that may end the sequence, fill a page, or carry logprobs."""
+        """Applies a token that may end the sequence, fill a page, or carry logprobs."""
         event = results.event_of(seq, result, now)
         self._kv_cache.publish(seq)
         if event.finish is not None:
@@ -98,9 +98,9 @@ class Commits(LiveSequences):
         super()._end(seq)
 
     def await_guides(self, timeout: float) -> list[TokenEvent]:
-        """Wait at most `timeout` seconds for the masks of structured output.
+        """Waits at most `timeout` seconds for the masks of structured output.
 
-        Sequences whose masks are ready share the next step. Sequences whose grammar failed end.
+        Sequences with a mask join the next step. Sequences whose grammar failed end.
         """
         failed = self._guided.wait(timeout)
         for seq, _ in failed:
@@ -108,14 +108,15 @@ class Commits(LiveSequences):
         return [TokenEvent(seq.request_id, None, finish) for seq, finish in failed]
 
     def fail(self, plans: Iterable[StepPlan] | None = None) -> list[TokenEvent]:
-        """Recover from a failed step. Returns the events of sequences that end with an error.
+        """Recovers from a failed step. Returns the events of sequences that end with an error.
 
-        The device has lost its state. Sequences with rows in `plans` end; other running sequences
-        return to the queue and recompute; the prefix cache is empty. Events of a commit that
+        The device has lost its state. Sequences with rows in `plans` end. Other running sequences
+        return to the queue and are recomputed. The prefix cache is emptied. Events of a commit that
         raised come first.
 
         Args:
-          plans: the plans that will not be committed; all others were. None: end all sequences.
+          plans: the plans that will not be committed; all other plans were. None: end all
+            sequences.
         """
         rows = (row.seq_id for plan in plans or () for row in plan.rows)
         ids = list(self._live) if plans is None else dict.fromkeys(rows)
@@ -123,7 +124,7 @@ class Commits(LiveSequences):
         for seq in failed:
             self._end(seq)
         for seq in list(self._running.values()):
-            assert not seq.in_flight, "a plan with a sample of it is neither committed nor failed"
+            assert not seq.in_flight, "a plan with its sample neither committed nor failed"
             self._vacate(seq)
             self._waiting.push(seq)
         self._kv_cache.failed()

@@ -1,4 +1,4 @@
-"""Policy `slo`: meets as many deadlines as possible, starves nobody, treats tenants equally."""
+"""The policy `slo`: meets as many deadlines as possible, without starvation, fair to tenants."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxserve.scheduler.sequence import Sequence
 from jaxserve.step_times import StepTimes
 
 STRETCH = 1000.0
-"""A request without a deadline is due after it waited this many times its prefill's duration."""
+"""A request without a deadline is due after waiting this many times its prefill duration."""
 
 _REVIEW_SECONDS, _REVIEW_SECONDS_EACH = 0.1, 2.5e-4
-"""Seconds between reviews of the queue: the first, or the second per waiting request if that is
-longer, so that reviews take a few percent of the time at most."""
+"""Seconds between reviews of the queue: the larger of the first number and the second per waiting
+request. So reviews take at most a few percent of the time."""
 
 _STEP_SECONDS = 10.0
 """Time constant, in seconds, of the moving mean of step times."""
@@ -28,11 +28,11 @@ _MARGIN = 0.1
 """Share of the time until a deadline that is kept as a reserve."""
 
 _UNKNOWN_RATE, _UNKNOWN_STEP = 10_000.0, 0.02
-"""Prompt tokens per second and seconds of a step, used when no step times were measured."""
+"""Prompt tokens per second, and seconds per step, if no step times were measured."""
 
 _MAX_TENANTS = 10_000
-"""Tenants remembered. Beyond this, tenants without waiting requests are forgotten, because clients
-can invent keys."""
+"""The most tenants to remember. Beyond this, tenants without waiting requests are forgotten,
+because clients can invent keys."""
 
 
 class _StepPace:
@@ -43,7 +43,7 @@ class _StepPace:
         self._steps, self._mark = 0, -math.inf
 
     def observe(self, steps: int, now: float) -> None:
-        """Report the number of steps since the start."""
+        """Reports the number of steps since the start."""
         elapsed, done = now - self._mark, steps - self._steps
         if done and elapsed < _STEP_SECONDS:
             kept = math.exp(-elapsed / _STEP_SECONDS)
@@ -51,7 +51,7 @@ class _StepPace:
         self._steps, self._mark = steps, now
 
     def rest(self) -> None:
-        """Until now there was nothing to do: that time is no step's."""
+        """Reports that there was no work until now, so that this time counts for no step."""
         self._mark = -math.inf
 
 
@@ -74,7 +74,7 @@ class _Forecast:
         self.step = _StepPace(self._full)
 
     def decode(self, seq: Sequence, generated: int) -> float:
-        """Returns the seconds of decode steps, times the sequence's share of the cache or slots."""
+        """Returns the seconds of its decode steps, times its share of the cache or of the slots."""
         context = seq.num_prompt + generated / 2
         share = max(context / self._cache_tokens, self._least_share)
         return generated * self.step.seconds * share
@@ -94,15 +94,15 @@ class _Forecast:
 
 
 def _early(arrived: float, deadline: float) -> float:
-    """Returns the deadline less a reserve for prediction errors."""
+    """Returns the deadline minus a reserve for prediction errors."""
     return deadline if deadline == math.inf else deadline - _MARGIN * (deadline - arrived)
 
 
 class _Line:
     """The waiting requests of one tenant.
 
-    First those that can meet their deadlines: by `_cost` if all of them still can, else by due
-    time. Then the others, the least work first.
+    First come requests that can meet their deadlines: by `_cost` if all of them still can, else by
+    due time. Then come the others, the least work first.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class _Line:
         self._in_time, self._rest = [], []
         for job, keep in zip(jobs, kept, strict=True):
             (self._in_time if keep else self._rest).append(job)
-        # As of the next review, so that a request that just arrived has waited, too.
+        # As of the next review, so that even a new request has waited some time.
         then = now + _REVIEW_SECONDS
         by_cost = sorted(self._in_time, key=lambda job: (_cost(job, then), job.seq.id))
         self._cheapest_last = all_in_time(by_cost, now, capacity)
@@ -138,7 +138,7 @@ class _Line:
         self._rest.sort(key=lambda job: (-job.decode, -job.seq.id))
 
     def insert(self, job: Job) -> None:
-        """Add a request. Until the next `arrange` it counts as in time, with the lowest cost."""
+        """Adds a request. Until the next `arrange` it counts as in time, with the lowest cost."""
         if self._cheapest_last:
             self._in_time.insert(0, job)
         else:
@@ -156,10 +156,10 @@ class _Line:
 def _cost(job: Job, then: float) -> float:
     """Returns the sort key of a job; the lowest goes first.
 
-    The key is minus the waiting time at `then`, divided by the prefill and by the answer's span.
-    Smith's rule (1956): total waiting cost is least if jobs run in order of cost per work. A second
-    of waiting costs more for short answers, and more the longer a request has waited, so nobody
-    starves.
+    The key is minus the waiting time at `then`, divided by the prefill time and by the span of the
+    answer. Smith's rule (1956): the total waiting cost is lowest if jobs run in order of cost per
+    work. A second of waiting costs more for short answers, and more the longer a request has
+    waited. So no request starves.
     """
     return (job.seq.arrived - then) / (job.prefill * job.span)
 
@@ -167,14 +167,14 @@ def _cost(job: Job, then: float) -> float:
 class DeadlineQueue(WaitingQueue):
     """The waiting queue in order of deadlines, fair among tenants.
 
-    - A request is due at its first token's deadline, or early enough to finish its answer in time.
-      Without a deadline it is due after `STRETCH` times its prefill's duration.
-    - If that makes nobody late, requests go in order of waiting cost (`_cost`): short prompts and
-      answers first, equal ones in order of arrival. Otherwise they go in order of due time.
-    - If not all can be in time, the ones with the most work go behind the others (`in_time`).
+    - A request is due at the deadline of its first token, or early enough to finish its answer in
+      time. Without a deadline it is due after `STRETCH` times its prefill duration.
+    - If that order makes no request late, requests go by waiting cost (`_cost`): short prompts and
+      answers first, equal ones by arrival. Otherwise they go by due time.
+    - If not all can be in time, the requests with the most work go last (`in_time`).
     - A request that would be late even if admitted at once is removed.
     - The tenant that received the least service comes first. All rules above apply within one
-      tenant, so no client gains over others by the deadlines that it claims.
+      tenant, so a client cannot gain over others by claiming early deadlines.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class DeadlineQueue(WaitingQueue):
         self._lines: dict[str, _Line] = {}
         """By tenant; only tenants with waiting requests."""
         self._returning: list[Sequence] = []
-        """Preempted sequences by rank. They go first: their clients have tokens already."""
+        """Preempted sequences by rank. They go first, because their clients already have tokens."""
         self._reviewed = -math.inf
 
     @property
@@ -213,7 +213,7 @@ class DeadlineQueue(WaitingQueue):
         if seq.admitted >= 0:
             insort(self._returning, seq, key=lambda seq: seq.rank)
         else:
-            job = self._forecast.job(seq)  # first: if it fails nothing has changed
+            job = self._forecast.job(seq)  # first: if it raises, nothing has changed
             self._lines.setdefault(seq.tenant, _Line()).insert(job)
         super().push(seq)
 
@@ -248,7 +248,7 @@ class DeadlineQueue(WaitingQueue):
             self._served[seq.tenant] += job.decode + job.prefill / self._forecast.prefill_rate
 
     def ended(self, seq: Sequence) -> None:
-        """Charge the tenant with the real decode time instead of the expected one."""
+        """Charges the tenant with the real decode time instead of the expected one."""
         charged = self._charged.pop(seq.id, None)
         if charged is not None and seq.tenant in self._served:
             self._served[seq.tenant] += self._forecast.decode(seq, seq.generated) - charged
@@ -277,10 +277,10 @@ class DeadlineQueue(WaitingQueue):
         return [Shed(seq, error) for seq in late]
 
     def _catch_up(self, tenant: str) -> None:
-        """Update the service account of a tenant that submits a request.
+        """Updates the service account of a tenant that submits a request.
 
-        A tenant that returns gets no credit for the time it was away. A new tenant begins behind
-        the others; otherwise a client that invents a key per request could block everybody.
+        A tenant that returns gets no credit for the time it was away. A new tenant starts behind
+        the others. Otherwise a client that invents a key per request could block everybody.
         """
         if len(self._served) > _MAX_TENANTS:
             self._served = {name: self._served[name] for name in self._lines}

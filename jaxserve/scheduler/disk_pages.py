@@ -1,4 +1,4 @@
-"""Pages in files below the host's memory, as the scheduler sees them."""
+"""The scheduler's view of pages in files, the tier below host memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Protocol
 from jaxserve.scheduler.transfers import Ended, Then
 
 _WRITES, _READS = 64, 32
-"""The most files that are written and read at a time. More would wait behind one another, and each
-keeps a host slot."""
+"""The most files to write and to read at one time. More would only queue, and each occupies a host
+slot."""
 
 
 class Disk(Protocol):
     """A folder of pages. No method waits for a file.
 
-    Each tag comes back once, in any order, and then nothing touches its host slot any more.
+    `poll` returns each tag once, in any order. After that nothing accesses its host slot.
     """
 
     def contains(self, key: bytes, /) -> bool: ...
 
     def get(self, key: bytes, host_slot: int, tag: int, /) -> None:
-        """Read a page into a host slot. One that cannot be read is not there any more."""
+        """Reads a page into a host slot. A page that cannot be read is removed."""
         ...
 
     def put(self, key: bytes, host_slot: int, tag: int, /) -> None:
-        """Write a host slot, which does not change before the end."""
+        """Writes a host slot to a file. The slot must not change before the write ends."""
         ...
 
     def poll(self) -> Sequence[Ended]:
@@ -36,14 +36,14 @@ class Disk(Protocol):
 
 
 class DiskPages:
-    """Reads and writes in flight. With no disk nothing is there, and nothing is written."""
+    """Tracks reads and writes in flight. Without a disk it finds and writes nothing."""
 
     def __init__(self, disk: Disk | None):
         self._disk = disk
         self._ends: dict[int, Callable[[str | None], None]] = {}
         self._reads = self._writes = self._tag = 0
         self._salt = b""
-        """Of the keys since the last `forget`."""
+        """Prefix of the keys since the last `forget`."""
 
     @property
     def busy(self) -> bool:
@@ -55,20 +55,20 @@ class DiskPages:
 
     @property
     def can_read(self) -> bool:
-        """Fewer files are being read than may be."""
+        """Whether the number of reads is below its limit."""
         return self._reads < _READS
 
     @property
     def can_write(self) -> bool:
-        """There is a disk, and fewer files are being written than may be."""
+        """Whether there is a disk and the number of writes is below its limit."""
         return self._disk is not None and self._writes < _WRITES
 
     def contains(self, key: bytes) -> bool:
-        """Returns whether a page is there. False of one that is still being written."""
+        """Returns whether a page is on disk. False while it is being written."""
         return self._disk is not None and self._disk.contains(self._salted(key))
 
     def read(self, key: bytes, host_slot: int, then: Then) -> None:
-        """Read a page that is there into a host slot. `then` is called with what went wrong."""
+        """Reads a page on disk into a host slot. Calls `then` with the error, or None."""
         assert self._disk is not None
         self._reads += 1
 
@@ -79,7 +79,7 @@ class DiskPages:
         self._disk.get(self._salted(key), host_slot, self._begin(ended))
 
     def write(self, key: bytes, host_slot: int, then: Then) -> None:
-        """Write a page, if `can_write`. The slot must not change until `then` is called."""
+        """Writes a page; requires `can_write`. The slot must not change until `then` is called."""
         assert self._disk is not None
         self._writes += 1
 
@@ -95,14 +95,15 @@ class DiskPages:
         return self._tag
 
     def advance(self) -> None:
-        """Take note of what has ended."""
+        """Handles reads and writes that have ended."""
         if self._disk is not None:
             for each in self._disk.poll():
                 self._ends.pop(each.tag)(None if each.ok else each.error or "unknown")
 
     def forget(self) -> None:
-        """Find nothing that was written before, here or by a later start: its weights are others.
-        What earlier starts wrote with the weights of the start is left to later ones."""
+        """Hides all pages written before, because the weights have changed. Later starts do not
+        find them either. They do find pages of earlier starts that used the weights of this
+        start."""
         self._salt = os.urandom(16)
 
     def _salted(self, key: bytes) -> bytes:

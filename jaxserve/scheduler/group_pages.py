@@ -1,4 +1,4 @@
-"""One cache group in the scheduler: its pool, and which of its pages a sequence needs."""
+"""One cache group in the scheduler: its page pool, and the pages that each sequence needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxserve.scheduler.sequence import Sequence
 class GroupPages:
     """The pages of one cache group.
 
-    Without a window a sequence holds all its pages from its admission on. With one it holds the
-    pages that the window of its next position covers, and those that the steps planned so far fill:
-    it gets pages as its chunks are planned, and gives those back that are wholly behind the window.
-    A page may go to another sequence in the very plan in which it is given back: no row of that
-    plan reads it, and plans before run first.
+    Without a window, a sequence holds all its pages from admission on. With a window, it holds the
+    pages that the window of its next position covers, and the pages that the steps planned so far
+    fill. It gets pages as its chunks are planned, and gives back pages entirely before the window.
+    Another sequence may get such a page in the same plan: no row of that plan reads it, and earlier
+    plans run first.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class GroupPages:
         events: CacheEvents | None = None,
         event_group: int | None = None,
     ):
-        """`events`: records what happens to cached pages, as of group `event_group`."""
+        """`events` records events of cached pages under group number `event_group`."""
         self.pool = PagePool(group.num_pages)
         self.window = group.window
         self.number = number
         self.max_pages = 0
         """Pages that the running sequences hold if each grows to its limit."""
         self.loading = Counter[int]()
-        """How many loads hold a page until others arrive from the host."""
+        """Number of loads that hold each page until other pages arrive from the host."""
         self.num_loading = 0
-        """Sum of these numbers."""
+        """Sum of the counts in `loading`."""
         self._group, self._page_size, self._step_tokens = group, page_size, step_tokens
         self._events, self._event_group = events, event_group
         if events is not None:
@@ -53,7 +53,7 @@ class GroupPages:
         return self._group.pages_of(seq.limit - 1, self._page_size, self._step_tokens)
 
     def pages_of(self, tokens: int) -> int:
-        """Returns how many pages a decoding sequence of `tokens` tokens holds at most."""
+        """Returns the most pages that a decoding sequence of `tokens` tokens holds."""
         return self._group.pages_of(tokens, self._page_size)
 
     def first_page(self, position: int) -> int:
@@ -65,8 +65,8 @@ class GroupPages:
     def cached(
         self, hashes: list[bytes], count: int, elsewhere: Callable[[bytes], bool] | None = None
     ) -> int:
-        """Returns the most pages, up to `count`, after which a sequence could go on: all that it
-        would read of the group are cached.
+        """Returns the most pages, up to `count`, after which a sequence can continue. All pages of
+        the group that it would read must be cached.
 
         Args:
           elsewhere: whether a page that is not in the pool counts as cached, by its hash.
@@ -88,18 +88,19 @@ class GroupPages:
         return count
 
     def hit(self, hashes: list[bytes]) -> list[int]:
-        """Returns the page table of a sequence that goes on after cached pages, 0 for those that it
-        does not read. All it reads are cached."""
+        """Returns the page table of a sequence that continues after cached pages; 0 for pages that
+        it does not read. All pages that it reads must be cached."""
         first = self.first_page(len(hashes) * self._page_size)
         return [0] * first + self.pool.find(hashes[first:])
 
     def new_pages(self, seq: Sequence, hit: list[int]) -> int:
-        """Returns how many pages an admission takes beside the cached ones."""
+        """Returns how many pages an admission needs besides the cached ones."""
         held = len(hit) - self.first_page(len(hit) * self._page_size)
         return max(self.pages_of(len(seq.tokens)) - held, 0)
 
     def free_pages_needed(self, seq: Sequence, hit: list[int]) -> int:
-        """Returns how many free pages an admission takes. Cached ones without a holder are free."""
+        """Returns how many free pages an admission takes. A cached page without a holder is
+        free."""
         free = sum(page > 0 and not self.pool.holders(page) for page in hit)
         return self.new_pages(seq, hit) + free
 
@@ -112,13 +113,14 @@ class GroupPages:
         return seq.pages[self.number][seq.behind[self.number] :]
 
     def own(self, seq: Sequence) -> int:
-        """Returns how many pages it holds that did not come from the prefix cache."""
+        """Returns how many of its held pages did not come from the prefix cache."""
         return len(seq.pages[self.number]) - max(seq.shared, seq.behind[self.number])
 
     def take(self, seq: Sequence, hit: list[int]) -> None:
-        """Give a sequence its cached pages, and without a window those of all its tokens.
+        """Gives a sequence its cached pages; without a window also the pages of all its tokens.
 
-        OutOfPages, and no change, if too few are free.
+        Raises:
+          OutOfPages: too few pages are free; nothing has changed.
         """
         cached = hit[self.first_page(len(hit) * self._page_size) :]
         self.pool.share(cached)
@@ -128,13 +130,13 @@ class GroupPages:
         self.max_pages += self.max_pages_of(seq)
 
     def append(self, seq: Sequence, count: int = 1) -> list[int]:
-        """Give a sequence its next pages, which it fills. OutOfPages if too few are free."""
+        """Gives a sequence its next pages to fill. Raises OutOfPages if too few are free."""
         pages = self.pool.allocate(count)
         seq.pages[self.number] += pages
         return pages
 
     def slide(self, seq: Sequence) -> None:
-        """Take back the pages that are wholly behind the window of the next position to plan."""
+        """Takes back the pages that are entirely before the window of the next position to plan."""
         first, behind = self.first_page(seq.computed), seq.behind[self.number]
         if first > behind:
             table = seq.pages[self.number]
@@ -143,7 +145,8 @@ class GroupPages:
             seq.behind[self.number] = first
 
     def publish(self, seq: Sequence, hashes: list[bytes], first: int) -> None:
-        """Publish pages number `first` and later under their hashes, if the sequence has them."""
+        """Publishes the pages from number `first` on under their hashes, if the sequence has
+        them."""
         table, publish = seq.pages[self.number], self.pool.publish
         numbers = range(max(first, seq.behind[self.number]), len(hashes))
         new = [number for number in numbers if publish(table[number], hashes[number])]
@@ -153,7 +156,7 @@ class GroupPages:
     def _record(
         self, events: CacheEvents, seq: Sequence, hashes: list[bytes], new: list[int]
     ) -> None:
-        """Record newly published pages by their numbers, consecutive ones as one event."""
+        """Records newly published pages by their numbers. Consecutive pages form one event."""
         start = new[0]
         for number, following in pairwise([*new, -1]):
             if following != number + 1:
@@ -172,25 +175,25 @@ class GroupPages:
                 start = following
 
     def hold(self, pages: Collection[int]) -> None:
-        """Hold published pages until `let_go`."""
+        """Holds published pages until `let_go`."""
         self.pool.share(pages)
         self.loading.update(pages)
         self.num_loading += len(pages)
 
     def hold_new(self, count: int) -> list[int]:
-        """Hold new pages until `let_go`, which are returned. OutOfPages."""
+        """Allocates and returns pages, held until `let_go`. Raises OutOfPages."""
         pages = self.pool.allocate(count)
         self.loading.update(pages)
         self.num_loading += count
         return pages
 
     def publish_loaded(self, seq: Sequence, hashes: list[bytes], number: int, page: int) -> None:
-        """Publish page `number` of a sequence's tokens, whose content has come from the host."""
+        """Publishes page `number` of a sequence, whose content has arrived from the host."""
         if self.pool.publish(page, hashes[number]) and self._events is not None:
             self._record(self._events, seq, hashes, [number])
 
     def let_go(self, pages: list[int]) -> None:
-        """Undo `hold` of these pages, which are in order."""
+        """Undoes `hold` for these pages, which are in order."""
         self.pool.release(pages)
         self.num_loading -= len(pages)
         for page in pages:
@@ -199,12 +202,12 @@ class GroupPages:
                 del self.loading[page]
 
     def release(self, seq: Sequence) -> None:
-        """Take back all pages."""
+        """Takes back all pages."""
         self.pool.release(self.held(seq))
         self.max_pages -= self.max_pages_of(seq)
 
     def check(self, running: Collection[Sequence]) -> None:
-        """AssertionError unless the running sequences hold all pages in use."""
+        """Raises AssertionError unless the running sequences hold all pages in use."""
         self.pool.check()
         held = Counter(page for seq in running for page in self.held(seq))
         held.update(self.loading)

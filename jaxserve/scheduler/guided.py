@@ -12,14 +12,14 @@ from jaxserve.scheduler.sequence import Sequence
 log = logging.getLogger(__name__)
 
 type Drafted = tuple[tuple[int, ...], tuple[float, ...]]
-"""Guesses of a sequence's next tokens, and for each the probability that it and all before it
-come."""
+"""Drafts of a sequence's next tokens; for each, the probability that it and all drafts before it
+are accepted."""
 type Guess = Callable[[list[Sequence]], tuple[int, Mapping[int, Drafted]]]
-"""Returns how many drafts at most are of use now, and those of some of the sequences by id."""
+"""Returns the largest useful number of drafts, and drafts by sequence id for some sequences."""
 
 
 class Guided:
-    """The sequences whose next mask may not be ready."""
+    """Sequences whose next mask may not be ready."""
 
     def __init__(self, live: Container[int]):
         """`live`: the ids of sequences that have not ended."""
@@ -28,7 +28,7 @@ class Guided:
         self._new: dict[int, tuple[Sequence, GuideState, list[int]]] = {}
 
     def advance(self, seq: Sequence, guide: GuideState, token: int) -> None:
-        """Report a sampled token, one or more of each sequence before `ask`."""
+        """Reports a sampled token. A sequence may report several before `ask`."""
         known = self._new.get(seq.id)
         if known is None:
             self._new[seq.id] = (seq, guide, [token])
@@ -36,8 +36,8 @@ class Guided:
             known[2].append(token)
 
     def ask(self, guess: Guess | None) -> None:
-        """Ask for the next masks of the sequences with new tokens, which another process computes,
-        and with a `guess` for those after drafts."""
+        """Requests the next masks of sequences with new tokens from another process. With `guess`,
+        it also requests the masks after drafts."""
         new, self._new = self._new, {}
         asked = [each for key, each in new.items() if key in self._live]
         if not asked:
@@ -51,8 +51,8 @@ class Guided:
             self._waiting.append((seq, guide))
 
     def wait(self, timeout: float) -> list[tuple[Sequence, FinishReason]]:
-        """Wait at most `timeout` seconds for all masks. Returns the sequences whose grammar failed,
-        with their finish reasons."""
+        """Waits at most `timeout` seconds for all masks. Returns the sequences whose grammar
+        failed, with their finish reasons."""
         deadline = time.monotonic() + timeout
         failed: list[tuple[Sequence, FinishReason]] = []
         waiting, self._waiting = self._waiting, []

@@ -1,6 +1,6 @@
-"""A tier of the prefix cache in the host's memory: what the device evicts goes there.
+"""The tier of the prefix cache in host memory: stores pages that the device evicts.
 
-The scheduler decides; rings, copies and files are someone else's (`Transfers`, `DiskPages`).
+This module decides. `Transfers` and `DiskPages` own rings, copies and files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jaxserve.scheduler.tier_observer import NoObserver, TierObserver
 from jaxserve.scheduler.transfers import Copier, Transfers
 
 _AHEAD_EACH_TURN = 8
-"""The most pages of a group that are stored ahead of their eviction with a step, beside as many as
-the step before computed. So much delays a step by tens of microseconds."""
+"""The most pages of a group that one step stores ahead of eviction, besides the number that the
+previous step computed. This many delay a step by tens of microseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierParts:
-    """What a tier is made of."""
+    """The components of a host tier."""
 
     config: HostTierConfig
     copier: Copier
@@ -43,34 +43,36 @@ class TierParts:
 
 
 class TierUsage(NamedTuple):
-    """Host slots, and who waits."""
+    """The state of the host slots, and the number of waiting sequences."""
 
     total: int
     filled: int
     arriving: int
-    """Reserved for pages on their way to them."""
+    """Slots reserved for pages in flight to the host."""
     pinned: int
-    """Read by copies that are begun or due."""
+    """Slots that a copy reads now or will read."""
     loading: int
     """Sequences that wait for pages."""
 
 
 class HostTier:
-    """Stores pages and loads them again.
+    """Stores evicted pages in host memory and loads them back.
 
-    **Stores.** A page is copied to the host when the device allocates it again, in time before the
-    next plan overwrites it, or ahead of that: as fast as pages are computed, because a long prompt
-    evicts more at once than the store ring holds. What the host has already is not copied again. A
-    page that finds no ring slot or host slot is lost, and counted. A snapshot of recurrent state
-    goes down in pieces when it makes room (`StatePieces`), and comes back behind the pages before
-    it.
+    **Stores.** A page is copied to the host at the latest when the device allocates it again,
+    before the next plan overwrites it. Pages are also stored ahead of eviction, as fast as new
+    pages are computed, because a long prompt evicts more pages at once than the store ring holds. A
+    page that the host already has is not copied again. A page without a free ring slot or host slot
+    is lost, and counted. A snapshot of recurrent state is stored in pieces when it is evicted
+    (`StatePieces`). It is loaded after the pages before it.
 
-    **Loads** (`Loads`). A waiting sequence whose prefix goes on in the host waits for it, while
-    others pass, if that takes less time than computing it.
+    **Loads** (`Loads`). If the host has the continuation of a waiting sequence's prefix, and
+    loading takes less time than computing, the sequence waits for the load. Other sequences may
+    pass it.
 
-    **Order.** Moves are launched twice in a turn: before a step what its plan evicts, and behind it
-    what `advance` found, first what comes back, then what leaves ahead (`PageMoves`). A page that
-    comes back is published when it is launched, as if the step before it computed it.
+    **Order.** Moves are launched twice per turn (`PageMoves`). Before a step come the stores that
+    its plan needs. After the launch come the moves of `advance`: first loads, then stores ahead of
+    eviction. A loaded page is published when its move is launched, as if the step before had
+    computed it.
     """
 
     def __init__(self, parts: TierParts, kv_cache: KVCacheManager, clock: Callable[[], float]):
@@ -102,21 +104,22 @@ class HostTier:
         )
         self._prefetch = Prefetch(self.index, self._disk, self._loads)
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
-        """Pages of the host that the disk has not been given yet."""
+        """Keys of pages on the host that were not yet given to the disk."""
         self._computed = 0
         """Tokens of the last plan."""
         self._clean = [-1] * len(self._groups)
-        """`PagePool.turnover` when nothing of the lookahead was left to store."""
+        """`PagePool.turnover` at the time when all pages of the lookahead were stored."""
         self._stored_ahead: list[dict[int, bytes]] = [{} for _ in self._groups]
-        """By page: what was stored ahead of its eviction. It is not stored again where the host has
-        lost it since, because others may be lost for it in turn."""
+        """By page: the content that was stored ahead of eviction. It is not stored again if the
+        host has evicted it since, because that could evict other pages in turn."""
         for group in self._groups:
             group.pool.on_evict.append(functools.partial(self._evicted, group))
         kv_cache.lower = self
 
     @property
     def busy(self) -> bool:
-        """Something is on its way or to be stored: `advance` is due even if no step is."""
+        """Whether pages are in flight or wait to be stored. Then `advance` is due even without a
+        step."""
         if self._transfers.busy or self._disk.busy or len(self._loads) > 0:
             return True
         return any(group.pool.turnover != self._clean[group.number] for group in self._groups)
@@ -127,10 +130,10 @@ class HostTier:
         slots = index.num_slots, len(index), index.num_reserved, index.num_pinned
         return TierUsage(*slots, self._loads.num_waiting)
 
-    # Once per turn: the plan, take, launched, the step, advance, take, launched.
+    # Calls per turn: plan, take, launched, the step, advance, take, launched.
 
     def advance(self) -> bool:
-        """Go on with what has ended. Returns whether sequences wait no longer."""
+        """Handles moves that have ended. Returns whether some sequences have stopped waiting."""
         self._transfers.advance()
         self._disk.advance()
         self._prefetch.advance()
@@ -142,15 +145,16 @@ class HostTier:
         return over
 
     def planned(self, tokens: int) -> None:
-        """A plan computes so many tokens."""
+        """Reports the number of tokens that a plan computes."""
         self._computed = tokens
 
     def take(self) -> PageMoves | None:
-        """Returns what to launch before the next step; then call `launched`."""
+        """Returns the moves to launch before the next step; then call `launched`."""
         return self._transfers.take()
 
     def launched(self, is_done: Callable[[], bool]) -> None:
-        """What was taken is launched. `is_done` tells, without waiting, whether it has run."""
+        """Reports that the moves of `take` are launched. `is_done` returns at once whether they
+        have run."""
         self._transfers.launched(is_done)
 
     # Loads.
@@ -160,21 +164,21 @@ class HostTier:
         return self._loads.begin(seq, cached, prefill_rate)
 
     def look_ahead(self, waiting: Iterator[Sequence], prefill_rate: float | None) -> None:
-        """Read pages of the first sequences that a plan has left in the queue from disk."""
+        """Reads pages from disk for the first sequences that remain in the queue after a plan."""
         if self._disk.exists:
             self._prefetch.look(itertools.islice(waiting, SEQUENCES), prefill_rate)
 
     @property
     def decision(self) -> Decision | None:
-        """Why the last prefix that was found below the device was loaded, or was not."""
+        """Why the last prefix found below the device was loaded or not loaded."""
         return self._loads.decision
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence that waits for a load has ended."""
+        """Reports that a sequence that waits for a load has ended."""
         self._loads.leave(seq)
 
     def cancel_newest(self) -> bool:
-        """Give up a load for its pages. Returns False if there is none."""
+        """Gives up the newest load to free its pages. Returns False if there is none."""
         return self._loads.cancel_newest()
 
     # Stores.
@@ -189,7 +193,7 @@ class HostTier:
                 self._observer.tier_skipped(cause)
 
     def _snapshot_evicted(self, slot: int, content: bytes) -> None:
-        """Store the pieces that the host lacks, if all of them find room."""
+        """Stores the pieces of a snapshot that the host lacks, if there is room for all of them."""
         assert self._pieces is not None
         pairs = list(zip(self._pieces.pieces(slot), self._pieces.keys(content), strict=True))
         for _, key in pairs:
@@ -207,7 +211,7 @@ class HostTier:
             self._observer.tier_skipped(cause)
 
     def _store(self, group: int, page: int, key: bytes) -> str | None:
-        """Store a page of a group. Returns why not."""
+        """Stores a page of a group. Returns the reason if it cannot, else None."""
         if not self._transfers.store_ring.num_free(group):
             return "ring full"
         reservation = self.index.reserve(key)
@@ -229,8 +233,8 @@ class HostTier:
             self._write()
 
     def _write(self) -> None:
-        """Write what has no file yet, in the order in which it came: a prefix with a hole is worth
-        nothing. What the host has lost meanwhile is left out."""
+        """Writes pages to disk in the order in which they came to the host, because a prefix with a
+        gap is worthless. Skips pages that the host has evicted meanwhile."""
         while self._unwritten and self._disk.can_write:
             key, _ = self._unwritten.popitem(last=False)
             if key in self.index and not self._disk.contains(key):
@@ -241,8 +245,8 @@ class HostTier:
         self.index.unpin(slot)
 
     def _store_ahead(self, group: GroupPages, most: int) -> None:
-        """Store up to `most` of the pages that will be evicted next. They may take the whole ring:
-        what is evicted before it has room again would be next."""
+        """Stores up to `most` of the pages that will be evicted next. They may take the whole ring:
+        pages evicted before the ring has room again would be the next to store anyway."""
         pool = group.pool
         room = min(self._transfers.store_ring.num_free(group.number), most)
         if room <= 0 or self._clean[group.number] == pool.turnover:
@@ -256,7 +260,7 @@ class HostTier:
                 if not room:
                     return
                 if self._store(group.number, page, key):
-                    break  # the host is full of pages in use
+                    break  # all host slots are in use
                 room -= 1
             done[page] = content
         self._clean[group.number] = pool.turnover
@@ -264,7 +268,7 @@ class HostTier:
     # The device.
 
     def forget(self) -> None:
-        """Drop all pages, and those on their way."""
+        """Drops all pages, also those in flight."""
         self.index.clear()
         self._unwritten.clear()
         for done in self._stored_ahead:
@@ -274,12 +278,13 @@ class HostTier:
         self._disk.forget()
 
     def failed(self) -> None:
-        """The device has lost what was on its way. What has arrived on the host is kept."""
+        """Reports that the device has lost the pages in flight. Pages that have arrived on the host
+        stay."""
         self._transfers.failed()
         self._loads.cancel_all("device")
 
     def check(self) -> None:
-        """AssertionError if the accounts are inconsistent."""
+        """Raises AssertionError if the accounts are inconsistent."""
         self.index.check()
         self._transfers.check()
         if not self.busy:

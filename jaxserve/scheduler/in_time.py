@@ -1,4 +1,4 @@
-"""Deadline scheduling: which waiting requests to serve when not all can meet their deadlines."""
+"""Deadline scheduling: chooses which waiting requests to serve if not all can be in time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Job(NamedTuple):
     """A waiting sequence and its expected work."""
 
     due: float
-    """The latest useful time of its first token, by its expected output length."""
+    """The latest useful time of its first token, given its expected output length."""
     lost: float
-    """The latest admission that could meet the deadline in the best case."""
+    """The latest admission that could still meet the deadline in the best case."""
     prefill: int
     """Prompt tokens to compute."""
     decode: float
-    """Seconds of decode steps, times the sequence's share of a step's capacity."""
+    """Seconds of its decode steps, times its share of a step's capacity."""
     span: float
     """Seconds from the first output token to the last."""
     droppable: bool
@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """Work on waiting jobs that is done per second."""
+    """Work on waiting jobs that the engine does per second."""
 
     prefill: float
     decode: float
@@ -38,9 +38,9 @@ def in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> list[bool]:
     """Returns which jobs to keep so that as many as possible meet their deadlines.
 
     The Moore-Hodgson rule (Moore 1968): take the jobs in order of due date; whenever one would be
-    late, drop the largest job so far. The rule is optimal for one kind of work. Here are two kinds:
-    the prefill that must be done by the due date, and the decode steps of earlier jobs. The kind
-    that makes a job late decides which job is the largest. Jobs that are not `droppable` are kept.
+    late, drop the largest job so far. The rule is optimal for one kind of work. Here there are two
+    kinds: the prefill that must be done by the due date, and the decode steps of earlier jobs. The
+    kind that makes a job late decides which job is the largest. Jobs that are not `droppable` stay.
 
     Args:
       jobs: in order of `due`.
@@ -51,7 +51,7 @@ def in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> list[bool]:
     prefill, decode = (_Wait(capacity.prefill), _Wait(capacity.decode))
     for index, job in enumerate(listed):
         if not kept[index]:
-            continue  # late whatever else is given up
+            continue  # late whichever jobs are dropped
         droppable = index if job.droppable else None
         prefill.add(job.prefill, droppable)
         decode.add(job.decode, droppable)
@@ -77,14 +77,14 @@ def all_in_time(jobs: Iterable[Job], now: float, capacity: Capacity) -> bool:
 
 
 class _Wait:
-    """One kind of work, summed over the jobs that are kept so far."""
+    """One kind of work, summed over the jobs kept so far."""
 
     def __init__(self, pace: float):
         self.total = 0.0
         self._pace = pace
         self._heap: list[tuple[float, int]] = []
         self._new: list[tuple[float, int]] = []
-        """Not in the heap yet, because most calls never ask for the largest."""
+        """Jobs not yet in the heap, because most calls never ask for the largest."""
 
     def add(self, work: float, droppable: int | None) -> None:
         self.total += work
@@ -92,11 +92,11 @@ class _Wait:
             self._new.append((-work, -droppable))
 
     def seconds(self, rest: float) -> float:
-        """Returns the seconds until all work but `rest` is done."""
+        """Returns the seconds until all work except `rest` is done."""
         return (self.total - rest) / self._pace
 
     def largest(self, kept: list[bool]) -> int:
-        """Removes and returns the kept job with the most of this work; of equals the last."""
+        """Removes and returns the kept job with the most of this work; among equals, the last."""
         for entry in self._new:
             heapq.heappush(self._heap, entry)
         self._new.clear()

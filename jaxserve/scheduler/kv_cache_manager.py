@@ -1,4 +1,4 @@
-"""The KV cache manager: gives slots and pages to running sequences; equal prefixes share pages."""
+"""The KV cache manager: allocates slots and pages, and shares the pages of equal prefixes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.snapshots import Snapshots
 
 type Elsewhere = Callable[[GroupPages | None, bytes], bool]
-"""Whether a page of a group that the device does not have, or a snapshot (None), is somewhere else,
-by its hash."""
+"""Returns whether a lower tier has a page of a group, or a snapshot (group None), by its hash. It
+is asked only about content that the device lacks."""
 
 
 class Hit(NamedTuple):
     """A cached prefix."""
 
     length: int
-    """In whole pages."""
+    """Tokens, a multiple of the page size."""
     pages: tuple[list[int], ...]
-    """For each group the page table of a sequence that goes on behind it, see `GroupPages.hit`."""
+    """For each group, the page table of a sequence that continues after the prefix, see
+    `GroupPages.hit`."""
 
 
 class LowerTier(Protocol):
-    """Keeps pages that the device evicts."""
+    """A tier that keeps pages which the device evicts."""
 
     def forget(self) -> None:
-        """Nothing that it keeps or that is on its way is right any more."""
+        """Drops all pages, also those in flight: their content is no longer right."""
         ...
 
     def failed(self) -> None:
-        """The device has lost its pages, and what was on its way to them or from them."""
+        """Reports that the device has lost its pages and all copies in flight."""
         ...
 
 
@@ -49,17 +50,21 @@ class KVCacheManager:
     writes from its first uncomputed position on, and a prefix hit ends at the end of a page. A
     sequence that finds the page is planned later, or later in the same plan. In every layer a step
     writes all keys and values before it reads any. A prefix hit leaves at least one token to
-    compute, so that the sequence's row samples. In a group with a window a hit needs only the pages
-    that the window covers before that token. Some formats also keep the first tokens of each
-    slot outside the pages (`CacheConfig.own_tokens`); a hit leaves those to be computed first.
-    Where layers are recurrent a hit ends at a snapshot of their state, see `Snapshots`, and only
-    what blocks of prompts have filled is published: outputs are computed token by token, with other
-    rounding than a prompt with the same tokens. After a failed step nothing published is found any
-    more: the device has lost it.
+    compute, so that the sequence's row samples.
+
+    In a group with a window, a hit needs only the pages that the window covers before that token.
+    Some formats also keep the first tokens of each slot outside the pages
+    (`CacheConfig.own_tokens`). A sequence with a hit computes those tokens first.
+
+    With recurrent layers, a hit ends at a snapshot of their state, see `Snapshots`. Only pages that
+    prompt blocks have filled are published. Outputs are computed token by token, with other
+    rounding than a prompt of the same tokens.
+
+    After a failed step the device has lost all pages, so no published page can be found.
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, sink: Sink | None = None):
-        """`sink` is told what happens to cached pages, once the device has computed them."""
+        """`sink` gets the events of cached pages, once the device has computed the pages."""
         self.page_size = cache.page_size
         self._events = events = None if sink is None else CacheEvents(sink)
         several = cache.further or cache.window is not None
@@ -76,10 +81,10 @@ class KVCacheManager:
         )
         self.windows = [group for group in self.groups if group.window is not None]
         self._full_first = sorted(self.groups, key=lambda group: group.window is not None)
-        """A page behind a window may never be published: others learn its tokens from a group
-        without one."""
+        """Groups without a window come first: readers of cache events learn tokens from them. A
+        group with a window may never publish a page before its window."""
         self.lower: LowerTier | None = None
-        """Is told what happens to all pages at once."""
+        """Reports to this tier when all pages are forgotten or lost."""
         self._own_tokens = cache.own_tokens
         self._block = cache.state_block
         self.snapshots = None
@@ -98,12 +103,12 @@ class KVCacheManager:
         self._sharing = config.prefix_caching
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._forgotten: set[int] = set()
-        """Slots of sequences whose first pages were forgotten: they publish nothing more, because
-        nobody could find what they have behind those."""
+        """Slots of sequences whose first pages were forgotten. They publish no more pages, because
+        nobody could find a page without the pages before it."""
 
     @property
     def pages(self) -> PagePool:
-        """The pool with the smallest share of free pages; of equal ones that of the first group."""
+        """The pool with the smallest share of free pages; among equals, the first group's."""
         pools = (group.pool for group in self.groups)
         return min(pools, key=lambda pool: pool.num_free / max(pool.num_total, 1))
 
@@ -113,7 +118,7 @@ class KVCacheManager:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a slot."""
+        """Sequences that hold a slot."""
         return self._num_slots - len(self._free_slots)
 
     def pages_for(self, tokens: int) -> int:
@@ -121,7 +126,7 @@ class KVCacheManager:
         return -(-tokens // self.page_size)
 
     def cached_pages(self, seq: Sequence) -> Hit:
-        """Returns the longest cached prefix, which leaves at least one token."""
+        """Returns the longest cached prefix that leaves at least one token to compute."""
         count = self._cached(seq)
         hashes = seq.page_hashes(count, self.page_size) if count else []
         return Hit(count, tuple(group.hit(hashes) for group in self.groups))
@@ -132,8 +137,8 @@ class KVCacheManager:
         return found - self._own_tokens if found else 0
 
     def _cached(self, seq: Sequence, elsewhere: Elsewhere | None = None) -> int:
-        """Returns the length of the longest cached prefix in pages: at its end every group has
-        cached what the next token reads."""
+        """Returns the length of the longest cached prefix in pages. After it, every group has
+        cached all pages that the next token reads."""
         if not self._sharing:
             return 0
         shorter = self._most_cached(seq)
@@ -146,7 +151,7 @@ class KVCacheManager:
                 hashes = seq.page_hashes(shorter, self.page_size)
                 shorter = self.snapshots.longest(hashes, shorter, there)
             elif len(self.groups) == 1 and not self.windows:
-                count = shorter  # of a row of pages any beginning is cached
+                count = shorter  # every prefix of consecutive cached pages is cached too
         return count if count * self.page_size > self._own_tokens else 0
 
     def _most_cached(self, seq: Sequence) -> int:
@@ -156,7 +161,7 @@ class KVCacheManager:
     def _cached_in_groups(
         self, seq: Sequence, count: int, elsewhere: Elsewhere | None = None
     ) -> int:
-        """Returns how many of the first `count` pages are cached, one group after the other."""
+        """Returns how many of the first `count` pages every group has cached."""
         hashes = seq.page_hashes(count, self.page_size)
         for group in self.groups:
             there = elsewhere and functools.partial(elsewhere, group)
@@ -164,21 +169,25 @@ class KVCacheManager:
         return count
 
     def reachable(self, seq: Sequence, elsewhere: Elsewhere) -> int:
-        """Returns how long the cached prefix would be, in pages, with pages that are elsewhere."""
+        """Returns the length of the cached prefix in pages if pages of a lower tier count too."""
         return self._cached(seq, elsewhere)
 
     def computed_since_admission(self, seq: Sequence) -> int:
-        """Returns how many tokens the sequence computed: the work that preempting it wastes."""
+        """Returns how many tokens the sequence computed: the work that a preemption would waste."""
         return max(seq.computed - seq.shared * self.page_size, 0)
 
     def allocate(self, seq: Sequence, hit: Hit) -> list[PageEntry]:
-        """Give a sequence a slot and its first pages: without a window those of all its tokens.
+        """Gives a sequence a slot and its first pages; without a window, the pages of all its
+        tokens.
 
         Args:
           hit: its cached prefix, from `cached_pages`.
 
         Returns:
-          The entries of the slot's page tables. OutOfPages if there are too few free pages.
+          The entries of the slot's page tables.
+
+        Raises:
+          OutOfPages: too few pages are free.
         """
         seq.slot = self._free_slots.pop()
         seq.shared = seq.published = hit.length
@@ -204,8 +213,8 @@ class KVCacheManager:
         return 0 if self._own_tokens else hit.length * self.page_size
 
     def _begin_state(self, snapshots: Snapshots, seq: Sequence, hit: Hit) -> None:
-        """The sequence's state is that at the end of its hit. A longer hit for the next one that
-        begins alike ends where its pages do that are cached."""
+        """Restores the state at the end of the hit. Also notes where the cached pages end, so that
+        the next sequence with this prefix finds a snapshot there."""
         if hit.length:
             content = seq.hashes[hit.length - 1]
             restore = snapshots.restore_later if seq.skip_to else snapshots.restore
@@ -214,28 +223,27 @@ class KVCacheManager:
             snapshots.admitted(seq, self._cached_in_groups(seq, self._most_cached(seq)))
 
     def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
-        """Returns where a chunk from `start` on ends that would end at `end`: not inside of a block
-        that the prompt fills. That is `start` where it must not begin."""
+        """Returns where to end a chunk from `start` that would end at `end`: never inside a block
+        that the prompt fills. Returns `start` if no whole block fits."""
         blocks = seq.num_prompt // self._block * self._block
         return end if end >= blocks else max(end // self._block * self._block, start)
 
     def _shareable(self, seq: Sequence) -> int:
-        """Returns how many first tokens of the sequence it may share with others."""
+        """Returns how many first tokens of the sequence may be shared with other sequences."""
         if self.snapshots is None:
             return len(seq.tokens)
         return seq.num_prompt // self._block * self._block
 
     def lacks_pages(self, growing: Collection[Sequence]) -> bool:
-        """Returns whether too few pages are free for each sequence to get those of its next
-        token."""
+        """Returns whether too few pages are free for the next token of each sequence."""
         return any(
             group.pool.num_free < sum(self._is_full(group, seq) for seq in growing)
             for group in self.groups
         )
 
     def waits_for_page(self, seq: Sequence) -> bool:
-        """Returns whether a sequence in its prefill has no page for its next token. What is behind
-        its windows is taken back first."""
+        """Returns whether a sequence in its prefill lacks a page for its next token. Takes back
+        pages before its windows first."""
         for group in self.windows:
             group.slide(seq)
         return any(self._is_full(group, seq) for group in self.windows)
@@ -245,8 +253,8 @@ class KVCacheManager:
         return len(group.pages(seq)) * self.page_size == seq.computed
 
     def append_pages(self, seq: Sequence) -> Iterator[PageEntry]:
-        """Give a running sequence the pages of its next token, where it has none: when it decodes
-        one in each group. OutOfPages if none is free."""
+        """Gives a running sequence the pages of its next token: one in each group where it has
+        none. Raises OutOfPages if none is free."""
         for group in self.groups:
             if self._is_full(group, seq):
                 group.slide(seq)
@@ -255,7 +263,8 @@ class KVCacheManager:
         seq.capacity = max(seq.capacity, seq.computed + self.page_size)
 
     def extend(self, seq: Sequence) -> Iterator[PageEntry]:
-        """Give a decoding sequence another page in each group. OutOfPages if none is free."""
+        """Gives a decoding sequence another page in each group. Raises OutOfPages if none is
+        free."""
         for group in self.groups:
             group.slide(seq)
             number = len(group.pages(seq))
@@ -263,12 +272,12 @@ class KVCacheManager:
         seq.capacity += self.page_size
 
     def append_chunk(self, seq: Sequence, end: int) -> tuple[int, list[PageEntry]]:
-        """Give a sequence in its prefill the pages of its tokens up to `end`, as far as pages are
-        free in the groups with a window.
+        """Gives a sequence in its prefill the pages of its tokens up to `end`. In groups with a
+        window, only as many as are free.
 
         Returns:
-          Where the chunk ends, at the latest where pages do in some group, and the entries of the
-          new ones.
+          The end of the chunk, which is earlier if a group has too few pages, and the page table
+          entries of the new pages.
         """
         entries: list[PageEntry] = []
         if self.snapshots is not None:
@@ -286,12 +295,12 @@ class KVCacheManager:
         return self.chunk_end(seq, seq.computed, end), entries
 
     def slide(self, seq: Sequence) -> None:
-        """Take back the pages that are wholly behind the sequence's windows."""
+        """Takes back the pages that are entirely before the sequence's windows."""
         for group in self.windows:
             group.slide(seq)
 
     def publish(self, seq: Sequence) -> None:
-        """Let others find the sequence's full pages whose tokens the host knows."""
+        """Publishes the sequence's full pages whose tokens the host knows."""
         if not self._sharing or seq.slot in self._forgotten:
             return
         full = min(seq.computed, self._shareable(seq)) // self.page_size
@@ -302,7 +311,7 @@ class KVCacheManager:
             seq.published = full
 
     def next_full_page(self, seq: Sequence) -> int:
-        """Returns the number of tokens at which the sequence has one more page to publish."""
+        """Returns the length, in tokens, at which the sequence has one more page to publish."""
         if not self._sharing or not seq.running or seq.slot in self._forgotten:
             return seq.limit
         following = (seq.published + 1) * self.page_size
@@ -310,7 +319,7 @@ class KVCacheManager:
         return following if shares else seq.limit
 
     def forget(self) -> None:
-        """Unpublish everything, see `PagePool.forget`, and empty the tier below."""
+        """Unpublishes all pages, see `PagePool.forget`, and empties the lower tier."""
         if self.lower is not None:
             self.lower.forget()
         self._unpublish()
@@ -325,31 +334,31 @@ class KVCacheManager:
             self._events.cleared()
 
     def begin_plan(self) -> None:
-        """A plan begins."""
+        """Reports that a plan begins."""
         if self.snapshots is not None:
             self.snapshots.settle()
 
     def row_planned(self, seq: Sequence) -> None:
-        """A row of the sequence was planned."""
+        """Reports that a row of the sequence was planned."""
         if self.snapshots is not None:
             self.snapshots.planned(seq, publishes=seq.slot not in self._forgotten)
 
     def state_copies(self) -> tuple[StateCopy, ...]:
-        """Returns the copies of recurrent state of the plan that is complete."""
+        """Returns the copies of recurrent state for the complete plan."""
         return () if self.snapshots is None else self.snapshots.take_copies()
 
     def planned(self) -> None:
-        """A plan is complete and will be launched."""
+        """Reports that a plan is complete and will be launched."""
         if self._events is not None:
             self._events.planned()
 
     def committed(self) -> None:
-        """The oldest plan that is in flight has been computed and applied."""
+        """Reports that the oldest plan in flight was computed and applied."""
         if self._events is not None:
             self._events.committed()
 
     def failed(self) -> None:
-        """No plan in flight will be committed, and the device has lost all pages."""
+        """Reports that no plan in flight will be committed and the device has lost all pages."""
         if self._events is not None:
             self._events.failed()
         if self.lower is not None:
@@ -357,7 +366,7 @@ class KVCacheManager:
         self._unpublish()
 
     def free(self, seq: Sequence) -> None:
-        """Take back the slot and all pages. Published pages can be found until they are reused."""
+        """Takes back the slot and all pages. Published pages can be found until they are reused."""
         for group in self.groups:
             group.release(seq)
         if self.snapshots is not None:
@@ -370,7 +379,7 @@ class KVCacheManager:
         seq.skip_from = seq.skip_to = 0
 
     def check(self, running: Collection[Sequence]) -> None:
-        """AssertionError unless the running sequences hold all pages and slots in use."""
+        """Raises AssertionError unless the running sequences hold all pages and slots in use."""
         for group in self.groups:
             group.check(running)
         if self.snapshots is not None:

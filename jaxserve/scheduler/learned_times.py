@@ -1,7 +1,7 @@
-"""Step times measured at start-up, corrected by the steps that ran since.
+"""Step times measured at start-up, corrected by the steps that have run since.
 
-Start-up times few steps of each kind, on an idle card and without serving's other work. Its table
-was up to 16 % off in one bucket and 2 % in the next, and the choice of chunk sizes depends on
+Start-up measures few steps of each kind, on an idle GPU and without the other work of serving. Its
+table was off by up to 16 % in one bucket and 2 % in the next. The choice of chunk sizes depends on
 smaller differences.
 """
 
@@ -15,14 +15,14 @@ from jaxserve.plan import StepPlan
 from jaxserve.step_times import StepTimes
 
 _BELIEVED, _STEPS = 8, 64
-"""Weight of the table's time, in steps, and the number of steps that a correction averages."""
+"""Weight of the table's time, in steps; and the number of steps that a correction averages."""
 
 _ODD = 0.25
-"""Largest deviation of one step that counts, as a share of the expected time. One delayed step then
-changes little, and a card that slowed down is believed after some steps."""
+"""Largest deviation of one step that counts, as a share of the expected time. So one delayed step
+changes little, and a GPU that has slowed down is believed after some steps."""
 
 _WAITED = 0.0002
-"""Seconds. A thread that waited this long for a step's results saw the step end."""
+"""Seconds. A thread that waited this long for results saw the end of the step."""
 
 _MOST = 0.5
 """Largest correction of a bucket, as a share of the table's time."""
@@ -41,9 +41,9 @@ class Correction(NamedTuple):
 class LearnedTimes:
     """`StepTimes` with a correction for each bucket of steps that have decode rows.
 
-    The table's error hardly depends on the rows in a bucket, so corrections are added, not
-    multiplied. A bucket without steps keeps the table's time: if that is too low, the bucket is
-    chosen and then corrected. One bucket's correction never affects another.
+    The error of the table hardly depends on the rows in a bucket, so corrections are added, not
+    multiplied. A bucket without steps keeps the table's time. If that is too low, the bucket is
+    chosen and then corrected. A correction never affects other buckets.
     """
 
     def __init__(self, table: StepTimes):
@@ -63,17 +63,17 @@ class LearnedTimes:
     def of_mixed(
         self, tokens: int, rows: int = 0, context: int = 0, pairs: int = 0, depth: int = 0
     ) -> float:
-        """See `StepTimes.of_mixed`; as in the table if there are no decode rows."""
+        """See `StepTimes.of_mixed`. Without decode rows it returns the table's time."""
         if not rows:
             return self._table.of_mixed(tokens, rows, context, pairs, depth)
         return self._mixed.of(tokens) + self._table.beyond_bucket(rows, context, pairs, depth)
 
     def of_verify(self, rows: int, positions: int, context: int) -> float | None:
-        """Returns the seconds of a verify step; None if no bucket holds it.
+        """Returns the seconds of a verify step; None if no bucket is large enough.
 
         Args:
-          positions: of the row with most.
-          context: tokens of context of the rows in all.
+          positions: positions of the row with the most.
+          context: tokens of context of all rows together.
         """
         shape = self._table.verify_shape(rows, positions)
         if shape is None:
@@ -81,8 +81,8 @@ class LearnedTimes:
         return self._verify[shape].of(1) + context * self._table.verify[shape].per_context
 
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
-        """Learn from a step that took `seconds`. Returns the new correction, or None for a step
-        without decode rows and for one that verifies in a bucket without a time."""
+        """Learns from a step that took `seconds`. Returns the new correction. Returns None for a
+        step without decode rows, and for a verify step in a bucket without a time."""
         name = ""
         if plan.verify:
             if not self._verify:
@@ -113,17 +113,17 @@ class StepClock:
         """When the last step ended; None if the thread did not see it."""
 
     def took(self, began: float, now: float) -> float | None:
-        """Report a wait for results from `began` to `now`. Returns the seconds that the step took.
+        """Reports a wait for results from `began` to `now`. Returns the seconds that the step took.
 
-        Returns None if the thread did not see both ends: results that were ready at once ended
-        earlier, and after such a step the device may have waited for the launch.
+        Returns None if the thread did not see both ends. Results that were ready at once ended at
+        an unknown earlier time, and then the device may have waited for the next launch.
         """
         before = self._ended
         self._ended = now if now - began >= _WAITED else None
         return None if before is None or self._ended is None else now - before
 
     def rest(self) -> None:
-        """Report that no step is in flight."""
+        """Reports that no step is in flight."""
         self._ended = None
 
 
@@ -144,7 +144,7 @@ class _Buckets:
         return self._times[index] - self._table[index]
 
     def learn(self, size: int, error: float) -> int:
-        """Correct the bucket of `size` by an observed `error`; returns the bucket's size."""
+        """Corrects the bucket of `size` by an observed `error`. Returns the size of the bucket."""
         index = self._index(size)
         self._steps[index] = min(self._steps[index] + 1, _STEPS)
         table, learned = self._table[index], self._times[index] + error / self._steps[index]

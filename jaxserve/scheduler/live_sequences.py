@@ -1,4 +1,4 @@
-"""The sequences that have not ended: who waits, who runs, and how they change between the two."""
+"""The sequences that have not ended: waiting and running ones, and changes between the two."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jaxserve.views import Occupancy
 
 
 class LiveSequences:
-    """The scheduler's part that knows no steps: each live sequence waits, or runs with a slot and
-    pages."""
+    """The part of the scheduler that does not know steps. A live sequence either waits, or runs
+    with a slot and pages."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class LiveSequences:
         self._by_request: dict[str, Sequence] = {}
         self._next_id = 0
         self._blocked: Sequence | None = None
-        """The first waiting sequence, if it must wait until pages are freed."""
+        """The first waiting sequence, if it must wait for free pages."""
         self._held = False
-        """Only sequences that were admitted before are admitted."""
+        """Whether new sequences stay in the queue. Preempted sequences may still return."""
         self.num_preemptions = 0
 
     @property
@@ -60,12 +60,12 @@ class LiveSequences:
 
     @property
     def pages(self) -> PagePool:
-        """The pages of the fullest cache group, which limits admission."""
+        """The page pool of the fullest cache group, which limits admission."""
         return self._kv_cache.pages
 
     @property
     def pools(self) -> tuple[PagePool, ...]:
-        """The pages of each cache group."""
+        """The page pool of each cache group."""
         return tuple(group.pool for group in self._kv_cache.groups)
 
     @property
@@ -82,10 +82,10 @@ class LiveSequences:
         return bool(self._live)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queues a request.
 
         Raises:
-          Rejected: it can never be served.
+          Rejected: the request can never be served.
           Overloaded: the queue is full.
 
         After any exception the scheduler is unchanged.
@@ -93,12 +93,12 @@ class LiveSequences:
         if request.id in self._by_request:
             raise Rejected(f"a request with the id {request.id!r} is not finished")
         refuse_impossible(request, self._config, self._cache)
-        # A burst is added before the next plan: requests that it can admit do not count as queued.
+        # A burst arrives before the next plan. Requests that this plan can admit do not count.
         queued = len(self._waiting) - self._kv_cache.num_free_slots
         if queued >= self._config.max_queued:
             raise Overloaded(f"{queued} requests are waiting, the most allowed")
         now = self._clock()
-        # The last token of a sequence is never computed, so it needs no room in the cache.
+        # The last token of a sequence is never computed, so it needs no space in the cache.
         limit = min(self._config.max_model_len, self._cache.longest + 1)
         seq = Sequence.of(
             request,
@@ -116,28 +116,29 @@ class LiveSequences:
         self._live[seq.id] = self._by_request[seq.request_id] = seq
 
     def abort(self, request_id: str) -> None:
-        """Drop a request in any state. It gets no more events. Unknown ids are ignored."""
+        """Drops a request in any state. It gets no more events. Unknown ids are ignored."""
         seq = self._by_request.get(request_id)
         if seq is not None:
             self._end(seq)
 
     def hold(self, held: bool) -> None:
-        """Admit no sequence for the first time while held."""
+        """While held, admits only sequences that were admitted before."""
         self._held = held
 
     @property
     def drained(self) -> bool:
-        """Whether no sequence has begun: all that are left wait for their first admission."""
+        """Whether no live sequence was ever admitted."""
         return not any(seq.admitted >= 0 for seq in self._live.values())
 
     def restart(self) -> None:
-        """Return all running sequences to the queue, to compute again what they have. No plan may
-        be in flight."""
+        """Returns all running sequences to the queue, to be recomputed. No plan may be in
+        flight."""
         for seq in list(self._running.values()):
             self._preempt(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Return a running sequence to the queue. It recomputes later what is not cached."""
+        """Returns a running sequence to the queue. Later it recomputes tokens that are not
+        cached."""
         self._vacate(seq)
         self._waiting.push(seq)
         seq.preemptions += 1
@@ -149,18 +150,18 @@ class LiveSequences:
         return occupancy(self.pages, self._page_size, live, self._clock(), max_pages)
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running sequences keep their pages, which nobody finds: after a
-        change of the weights they hold what earlier ones computed."""
+        """Empties the prefix cache. Running sequences keep their pages, but nobody finds them:
+        after a change of weights they hold results of the old weights."""
         self._kv_cache.forget()
 
     def _vacate(self, seq: Sequence) -> None:
-        """Free the slot and pages of a running sequence."""
+        """Frees the slot and pages of a running sequence."""
         del self._running[seq.id]
         self._kv_cache.free(seq)
         self._blocked = None
 
     def _end(self, seq: Sequence) -> None:
-        """End a live sequence. `commit` drops the results of its rows in flight."""
+        """Ends a live sequence. `commit` drops the results of its rows in flight."""
         if seq.running:
             self._vacate(seq)
             self._lengths.observe(seq.max_generated, max(seq.generated, 1))
@@ -178,14 +179,14 @@ class LiveSequences:
         del self._by_request[seq.request_id]
 
     def check(self) -> None:
-        """AssertionError if the accounts are inconsistent. Linear in pages and sequences."""
+        """Raises AssertionError if the accounts are inconsistent. Linear in pages and sequences."""
         running, waiting = list(self._running.values()), list(self._waiting)
         self._kv_cache.check(running)
         if self.host is not None:
             self.host.check()
         ranks = [seq.rank for seq in waiting]
         assert ranks == sorted(ranks), "the queue is not in order"
-        assert sorted(seq.id for seq in running + waiting) == list(self._live), "one is in no queue"
+        assert sorted(seq.id for seq in running + waiting) == list(self._live), "not all are queued"
         assert all(seq.running for seq in running) and not any(seq.running for seq in waiting)
         assert list(self._by_request.values()) == list(self._live.values())
         for seq in self._live.values():

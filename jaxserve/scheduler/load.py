@@ -1,4 +1,4 @@
-"""A load: pages on their way back to the device, and who waits for them."""
+"""A load: pages in flight to the device, and the sequences that wait for them."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from jaxserve.scheduler.state_pieces import StatePieces
 
 
 class State(enum.Enum):
-    """Of a page of a load."""
+    """The state of a page in a load."""
 
     ON_DISK = enum.auto()
     READING = enum.auto()
-    """From disk into a host slot."""
+    """A read from disk to a host slot is in flight."""
     ON_HOST = enum.auto()
-    """In a host slot, which the load pins."""
+    """The page is in a host slot, which the load pins."""
     COPYING = enum.auto()
-    """To the load ring. The copy's end unpins the host slot."""
+    """A copy to the load ring is in flight. When it ends, the host slot is unpinned."""
     ARRIVED = enum.auto()
-    """The move from the ring into the page is launched with this turn's, or was before."""
+    """The move from the ring to the page is launched in this turn, or was launched before."""
     GONE = enum.auto()
-    """It does not come."""
+    """The page cannot be loaded."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LoadPage:
-    """A page that is on its way."""
+    """A page in flight."""
 
     group: GroupPages | StatePieces
     number: int
-    """Of the sequence's pages; of a piece of state that of the page before it."""
+    """Index among the sequence's pages. A piece of state has the index of the page before it."""
     key: bytes
     page: int
-    """On the device."""
+    """Page on the device."""
     state: State
     host_slot: int = -1
     from_disk: bool = False
-    """It had to be read for this load."""
+    """Whether this load had to read it from disk."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load:
-    """A run of pages that comes back for one sequence or several."""
+    """Consecutive pages that are loaded for one or more sequences."""
 
     seq: Sequence
-    """Whose tokens they hold."""
+    """The sequence whose tokens the pages hold."""
     hashes: list[bytes]
     pages: list[LoadPage]
-    """In order of their numbers; those before `end` are wanted."""
+    """Pages in order of their numbers. Only pages before `end` are wanted."""
     held: list[list[int]]
-    """For each group the pages that the load holds on the device, in order."""
+    """For each group, the device pages that the load holds, in order."""
     snapshot: int | None
-    """The slot that it has reserved for the state behind the last page."""
+    """Reserved slot for the state after the last page."""
     waiting: list[Sequence]
     began: float
     predicted: float
-    """Seconds."""
+    """Predicted duration in seconds."""
     end: int
     published: int = 0
     over: bool = False
     error: str = ""
-    """Why pages from `end` on do not come."""
+    """Why pages from `end` on cannot be loaded."""
     keys: frozenset[bytes]
 
 
 def key_of(group: int, content: bytes) -> bytes:
-    """Returns the key of a page below the device: 32 bytes."""
+    """Returns the key of a page in lower tiers: 32 bytes."""
     return hashlib.sha256(content + bytes([group])).digest() if group else content

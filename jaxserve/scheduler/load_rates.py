@@ -1,4 +1,4 @@
-"""How long loads take, as learned from those that have ended, and whether they pay."""
+"""Predicts how long loads take, learned from finished loads, and decides whether they pay."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from typing import NamedTuple
 from jaxserve.config import HostTierConfig
 
 FIXED_SECONDS = 0.002
-"""That a load takes beside its bytes: turns of the engine until it begins and after it ends."""
+"""Seconds of a load besides its bytes: the engine turns before it begins and after it ends."""
 
 _WEIGHT = 0.2
 """Weight of the newest load in the moving means."""
 
 _MOST = 4.0
-"""How many times the mean, or what part of it, one load can count for."""
+"""One load counts as at most this many times the mean, and at least the mean divided by it."""
 
 _TRIAL = 1.02
-"""Growth of the rates that are expected, for each load that does not seem to pay: what one slow
-load taught is forgotten."""
+"""Factor on the expected rates after each refused load. So the effect of one slow load fades."""
 
 
 class Decision(NamedTuple):
-    """Whether a prefix below the device was to be loaded, and why."""
+    """Whether to load a prefix from a lower tier, and the numbers behind the decision."""
 
     tokens: int
-    """That the load would save."""
+    """Tokens that the load would save."""
     host_bytes: int
-    """That go from the host's memory to the device."""
+    """Bytes to copy from host memory to the device."""
     disk_bytes: int
-    """Of these, those that have to be read from disk first."""
+    """The part of `host_bytes` that must first be read from disk."""
     seconds: float
-    """That the load should take."""
+    """Predicted seconds of the load."""
     prefill_seconds: float | None
-    """That computing should take; None: not known."""
+    """Predicted seconds to compute the tokens instead; None: unknown."""
 
     @property
     def pays(self) -> bool:
@@ -40,28 +39,28 @@ class Decision(NamedTuple):
 
 
 class LoadRates:
-    """Time per byte, of memory and in addition of disk, as moving means, which one load moves
-    little, however slow it was.
+    """Moving means of the seconds per byte of memory, and of the additional seconds per byte of
+    disk. A single slow load moves them little.
 
-    A load of h bytes, of which d come from disk, takes `FIXED_SECONDS` + h * memory + d * disk.
+    A load of h bytes, of which d are read from disk, takes `FIXED_SECONDS` + h * memory + d * disk.
     """
 
     def __init__(self, config: HostTierConfig):
         self._memory, self._disk = 1 / config.expected_rate, 1 / config.expected_disk_rate
 
     def seconds(self, host_bytes: int, disk_bytes: int) -> float:
-        """Returns how long a load should take."""
+        """Returns the predicted seconds of a load."""
         return FIXED_SECONDS + host_bytes * self._memory + disk_bytes * self._disk
 
     def refused(self, decision: Decision) -> None:
-        """A load did not seem to pay."""
+        """Reports that a load was refused because it did not seem to pay."""
         self._memory /= _TRIAL
         if decision.disk_bytes:
             self._disk /= _TRIAL
 
     def learn(self, host_bytes: int, disk_bytes: int, seconds: float) -> None:
-        """A load has ended well. What one from disk takes beyond the copies says how fast the disk
-        is, and nothing about memory."""
+        """Reports a successful load. For a load with disk reads, the time beyond the predicted
+        copies updates only the disk rate."""
         left = max(seconds - FIXED_SECONDS, 1e-6)
         if disk_bytes:
             beyond = max(left - host_bytes * self._memory, 0.0)

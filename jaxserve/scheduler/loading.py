@@ -1,4 +1,4 @@
-"""Loads: pages that come back to the device while the sequences that want them wait."""
+"""Loads: bring pages back to the device while the sequences that need them wait."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from jaxserve.scheduler.transfers import Transfers
 log = logging.getLogger(__name__)
 
 _MAX_WAITS = 4
-"""Loads that a sequence waits for before it computes what is missing: one that loses what was
-loaded before its turn comes would otherwise wait for ever."""
+"""The most loads that a sequence waits for. Then it computes the missing tokens. Otherwise a
+sequence whose loaded pages are always evicted before its turn would wait for ever."""
 
 _TIMEOUT, _TIMES_PREDICTED = 5.0, 20.0
-"""A load is given up after so many seconds, or so many times as long as it should take."""
+"""A load is given up after this many seconds, or this many times its predicted duration."""
 
 
 type _Missing = tuple[GroupPages | StatePieces, int, bytes]
 
 
 class _Found(NamedTuple):
-    """What to load."""
+    """The pages to load for a sequence."""
 
     hashes: list[bytes]
-    """Of the pages up to the end of the prefix."""
+    """Hashes of all pages up to the end of the prefix."""
     missing: list[_Missing]
     seconds: float
-    """That it should take."""
+    """Predicted duration."""
 
 
 class Loads:
-    """Begins loads, brings them on, and ends them.
+    """Begins loads, advances them, and ends them.
 
-    A load holds the pages of the device on which its sequences will go on, and what it brings it
-    publishes in order, as a sequence publishes what it computes. When it is over, for whatever
-    reason, it holds nothing, and its sequences are admitted with what is cached then. So however a
-    load ends, what is missing is computed. Its copies write to rings only, so its pages are free at
-    once when it is given up.
+    A load holds the device pages on which its sequences will continue. It publishes loaded pages in
+    order, as a sequence publishes computed pages. When it ends, for whatever reason, it holds
+    nothing, and its sequences are admitted with the pages cached by then. So whatever a failed load
+    did not bring is computed. Copies write only to rings, so the pages of a load that is given up
+    are free at once.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Loads:
         self._clock, self._observer = clock, observer
         self._loads: list[Load] = []
         self._asked: dict[Sequence, float | None] = {}
-        """Sequences whose loads begin with the next `advance`, and the rate for `_look`."""
+        """Sequences whose loads begin in the next `advance`; and the prefill rate for `_look`."""
         self._news = False
-        """A load is over since the last `advance`, so that its pages are free."""
+        """Whether a load has ended since the last `advance` and freed its pages."""
         self._orphans = 0
-        """Copies of loads that are over."""
+        """Copies in flight of loads that have ended."""
         self.rates = LoadRates(config)
         self.decision: Decision | None = None
-        """The last one."""
+        """The most recent decision."""
         self._logged: set[str] = set()
 
     def __len__(self) -> int:
@@ -84,17 +84,18 @@ class Loads:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for loads. Callable from any thread."""
+        """Number of sequences that wait for loads. Callable from any thread."""
         return sum(len(load.waiting) for load in list(self._loads)) + len(self._asked)
 
     def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
-        """Load what continues the cached prefix of a waiting sequence, if that pays, or else the
-        part of it that is in memory. Returns whether it has to wait. The load itself begins with
-        the next `advance`: what it takes of this thread would delay the step of the plan.
+        """Decides whether to load the continuation of a waiting sequence's cached prefix. If
+        loading all of it does not pay, considers the part in memory. Returns whether the sequence
+        must wait. The load starts in the next `advance`, because starting it here would delay the
+        step.
 
         Args:
           cached: pages of the sequence that the device has.
-          prefill_rate: tokens per second that would be computed instead; None: unknown.
+          prefill_rate: tokens per second that a prefill would compute instead; None: unknown.
         """
         if seq.waits_for_loads >= _MAX_WAITS or self._look(seq, cached, prefill_rate) is None:
             return False
@@ -104,8 +105,8 @@ class Loads:
         return True
 
     def _start(self, seq: Sequence, prefill_rate: float | None) -> None:
-        """Begin the load that `begin` has found, or join another. If by now there is none, the next
-        plan sees to the sequence."""
+        """Starts the load that `begin` decided on, or joins another one. If none is possible any
+        more, the next plan handles the sequence."""
         cached = self._kv_cache.cached_pages(seq).length
         found = self._look(seq, cached, prefill_rate)
         if found is None:
@@ -115,8 +116,8 @@ class Loads:
             load.waiting.append(seq)
 
     def _look(self, seq: Sequence, cached: int, prefill_rate: float | None) -> Load | _Found | None:
-        """Returns the load that brings pages of the sequence, or what to load for it. None: nothing
-        that pays and fits. As `begin`."""
+        """Returns the load in flight that brings pages of the sequence, or the pages to load for
+        it. None if no load pays and fits. Arguments as for `begin`."""
         count = self._kv_cache.reachable(seq, self._has)
         size = self._kv_cache.page_size
         if not seq.waits_for_loads:
@@ -141,7 +142,7 @@ class Loads:
         if not decision.pays:
             self.rates.refused(decision)
             return None
-        # Copies that hang would delay what is loaded now.
+        # Copies that hang would delay new loads.
         if self._orphans or not self._fits(hashes, missing):
             return None
         return _Found(hashes, missing, decision.seconds)
@@ -164,7 +165,7 @@ class Loads:
 
     def _missing(self, hashes: list[bytes]) -> Iterable[_Missing]:
         """Yields group, number and key of the pages that the device lacks, in order of numbers, and
-        then of the pieces of the snapshot behind them."""
+        then of the pieces of the snapshot after them."""
         end = len(hashes) * self._kv_cache.page_size
         firsts = [(group, group.first_page(end)) for group in self._kv_cache.groups]
         for number, content in enumerate(hashes):
@@ -177,7 +178,7 @@ class Loads:
                 yield pieces, len(hashes) - 1, key
 
     def _fits(self, hashes: list[bytes], missing: list[_Missing]) -> bool:
-        """Returns whether the pages that the load would hold are free or held by others."""
+        """Returns whether all pages that the load would hold are free or held by others."""
         if isinstance(missing[-1][0], StatePieces) and not missing[-1][0].snapshots.can_reserve:
             return False
         end = len(hashes) * self._kv_cache.page_size
@@ -198,8 +199,8 @@ class Loads:
         return Decision(tokens, host, disk, self.rates.seconds(host, disk), computing)
 
     def wanted_from_disk(self, seq: Sequence, prefill_rate: float | None) -> list[bytes]:
-        """Returns the keys of the pages that only the disk has, in order, if a load will pay once
-        they are in the host's memory."""
+        """Returns the keys of the pages that only the disk has, in order, if a load would pay once
+        they are in host memory."""
         count, size = self._kv_cache.reachable(seq, self._has), self._kv_cache.page_size
         missing = list(self._missing(seq.page_hashes(count, size)))
         there = sum(self._config.page_bytes[group.number] for group, _, _ in missing)
@@ -248,11 +249,11 @@ class Loads:
         return load
 
     def _hold(self, hashes: list[bytes], missing: list[_Missing]) -> list[dict[int, int]]:
-        """Hold the pages that the device has, and new ones for those that it lacks. Returns the
+        """Holds the pages that the device has, and allocates pages for the others. Returns the
         pages of each group by their numbers."""
         end = len(hashes) * self._kv_cache.page_size
         tables: list[dict[int, int]] = []
-        for group in self._kv_cache.groups:  # before anything is allocated and so evicted
+        for group in self._kv_cache.groups:  # first, because allocating may evict these pages
             numbers = range(group.first_page(end), len(hashes))
             found = {number: group.pool.page_of(hashes[number]) for number in numbers}
             there = {number: page for number, page in found.items() if page is not None}
@@ -264,7 +265,7 @@ class Loads:
         return tables
 
     def advance(self) -> bool:
-        """Bring all loads on. Returns whether one is over since the last call, for any reason."""
+        """Advances all loads. Returns whether one has ended since the last call, for any reason."""
         now = self._clock()
         for load in list(self._loads):
             self._publish(load)
@@ -282,7 +283,7 @@ class Loads:
         return news
 
     def _publish(self, load: Load) -> None:
-        """Publish what has arrived, in order."""
+        """Publishes arrived pages, in order."""
         while load.published < load.end:
             each = load.pages[load.published]
             if each.state is not State.ARRIVED:
@@ -291,7 +292,7 @@ class Loads:
             load.published += 1
 
     def _feed(self, load: Load) -> None:
-        """Begin as many copies as there are ring slots, and reads of files."""
+        """Begins file reads, and as many copies as there are free ring slots."""
         for place in range(load.published, load.end):
             each = load.pages[place]
             if each.state is State.ON_DISK:
@@ -319,12 +320,12 @@ class Loads:
         return began
 
     def _read(self, load: Load, place: int, each: LoadPage) -> None:
-        """Begin to read a page from disk, if it is not in memory by now."""
+        """Begins to read a page from disk, unless it is in memory by now."""
         if each.key in self._index:
             each.host_slot, each.state = self._index.pin(each.key), State.ON_HOST
             return
         if self._index.has(each.key) or not self._disk.can_read:
-            return  # it is on its way, or has to wait for others
+            return  # it is in flight, or must wait for other reads
         reservation = self._index.reserve(each.key)
         if reservation is None:
             self._fail(load, place, "host full", "all host slots are in use")
@@ -343,25 +344,25 @@ class Loads:
             elif self._index.fill(reservation) and place < load.end and not load.over:
                 each.host_slot, each.state = self._index.pin(each.key), State.ON_HOST
                 return
-            self._fail(load, place, "disk", error or "it is not wanted any more")
+            self._fail(load, place, "disk", error or "it is no longer wanted")
 
         self._disk.read(each.key, reservation.slot, read)
 
     def _fail(self, load: Load, place: int, cause: str, error: str) -> None:
-        """Page `place` does not come: want only those before it."""
+        """Reports that page `place` cannot be loaded: only the pages before it are still wanted."""
         if load.over or place >= load.end:
             return
         load.end, load.error = place, cause
         if cause not in self._logged:
             self._logged.add(cause)
             log.warning(
-                "a prefix that was evicted does not come back and is computed instead (%s: %s); "
-                "further ones for this cause are only counted",
+                "an evicted prefix cannot be loaded and is computed instead (%s: %s); "
+                "further cases of this cause are only counted",
                 *(cause, error),
             )
 
     def _finish(self, load: Load) -> None:
-        """End a load with what it has published."""
+        """Ends a load that has published its pages."""
         load.over = self._news = True
         self._loads.remove(load)
         for each in load.pages[load.published :]:
@@ -379,7 +380,7 @@ class Loads:
         self._learn(load)
 
     def _give_up(self, load: Load, cause: str) -> None:
-        """End a load before its pages are there."""
+        """Ends a load before all pages have arrived."""
         load.error = cause
         self._finish(load)
 
@@ -401,7 +402,7 @@ class Loads:
             self.rates.learn(size, disk, seconds)
 
     def leave(self, seq: Sequence) -> None:
-        """A waiting sequence has ended."""
+        """Reports that a waiting sequence has ended."""
         self._asked.pop(seq, None)
         for load in self._loads:
             if seq in load.waiting:
@@ -412,14 +413,14 @@ class Loads:
                 return
 
     def cancel_newest(self) -> bool:
-        """Give up the newest load, so that its pages are free. Returns False if there is none."""
+        """Gives up the newest load to free its pages. Returns False if there is none."""
         if not self._loads:
             return False
         self._give_up(self._loads[-1], "pages")
         return True
 
     def cancel_all(self, cause: str) -> None:
-        """Give up all loads."""
+        """Gives up all loads."""
         for seq in self._asked:
             seq.loading = False
         self._asked.clear()

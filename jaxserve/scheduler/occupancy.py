@@ -1,4 +1,4 @@
-"""A look at the queue and the pages from another thread."""
+"""A snapshot of queue and pages for another thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxserve.views import Occupancy, PagesView, WaitingView
 def occupancy(
     pages: PagePool, page_size: int, live: Iterable[Sequence], now: float, max_pages: int
 ) -> Occupancy:
-    """Returns what holds the cache and what waits.
+    """Returns the sequences that hold the cache, and the waiting ones.
 
-    It takes no lock: the scheduler goes on meanwhile, so a sequence may be counted as waiting that
-    was admitted a moment ago.
+    Takes no lock: the scheduler continues meanwhile, so a sequence that was just admitted may still
+    count as waiting.
 
     Args:
-      live: all sequences that have not ended, in a list of the caller's own.
+      live: all sequences that have not ended, in a list that only the caller uses.
       now: seconds on the scheduler's clock.
-      max_pages: the most pages whose states are looked at.
+      max_pages: the most pages whose states are reported.
     """
     stride = max(1, -(-pages.num_total // max_pages))
     view = PagesView(

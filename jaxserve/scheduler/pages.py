@@ -1,4 +1,4 @@
-"""The page pool: which pages are free, how many holders the others have, what pages contain."""
+"""The page pool: which pages are free, who holds the others, and the content hashes of pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.views import PageState
 
 
 class OutOfPages(RuntimeError):
-    """Fewer pages are free than were requested. Callers check `num_free` first."""
+    """Too few pages are free. Callers check `num_free` first."""
 
 
 class PagePool:
@@ -20,35 +20,35 @@ class PagePool:
     at once, because the device executes steps in the order in which they were planned.
 
     A page whose content is final may be published under the hash of its content. Others can then
-    find and share it. A free page stays published until it is allocated again; pages are reused in
-    least-recently-used order.
+    find and share it. A free page stays published until it is allocated again. Free pages are
+    reused in least-recently-used order.
 
-    **A hash is on one page.** Another page that is published with the same content is a *twin*: it
-    takes over if the published page is allocated again while the twin is held. Releasing a twin
-    counts as a use of the published page. So if sequences publish their pages in order and hold
-    all of them, the page before a published page is always published, too: it or a twin has a
-    holder as long as the other has one, and is released after it.
+    **A hash is on one page.** A second page with the same content is a *twin*. It takes over if the
+    published page is allocated again while the twin is held. Releasing a twin counts as a use of
+    the published page. So if sequences publish their pages in order and hold all of them, the page
+    before a published page is always published too: it or a twin has a holder as long as the other
+    page has one, and is released after it.
     """
 
     def __init__(self, num_pages: int):
         self.on_evict: list[Callable[[int, bytes], None]] = []
         """Called with page and hash when a published page is allocated again and no twin takes
-        over. All plans made before have computed its content, and only the plan in the making or a
-        later one overwrites it: a copy that is launched at once reads the whole content. Must not
-        raise or use the pool."""
+        over. All earlier plans have computed its content, and only the plan in preparation or a
+        later one overwrites it. So a copy launched at once reads the whole content. The callback
+        must not raise or use the pool."""
         self.num_total = num_pages - 1
         """Pages that can be allocated."""
         self.turnover = 0
-        """Changes with what `next_evicted` yields."""
+        """Changes whenever the result of `next_evicted` may change."""
         self._free = OrderedDict.fromkeys(range(1, num_pages))
-        """Allocated from the front. Pages without content go to the front, published ones to the
-        back."""
+        """Allocation takes the front. Pages without content are added at the front, published ones
+        at the back."""
         self._holders = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._twin_of: dict[int, bytes] = {}
         self._twins: dict[bytes, list[int]] = {}
-        """Held pages with the content of a published one."""
+        """Held pages with the same content as a published page."""
 
     @property
     def num_free(self) -> int:
@@ -60,7 +60,8 @@ class PagePool:
         return len(self._hash_of)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` free pages for one holder. OutOfPages, and no change, if too few."""
+        """Allocates `count` free pages for one holder. If too few are free, raises OutOfPages and
+        changes nothing."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
         self.turnover += 1
@@ -72,7 +73,7 @@ class PagePool:
         return pages
 
     def _evict(self, page: int, content: bytes) -> None:
-        """Let a twin take over, or let the content go."""
+        """Lets a twin take over; without one, drops the content."""
         if content in self._twins:
             twin = self._twins[content][-1]
             self._drop_twin(twin)
@@ -84,7 +85,7 @@ class PagePool:
             tell(page, content)
 
     def _drop_twin(self, page: int) -> bytes:
-        """The page is no twin any more. Returns its content hash."""
+        """Ends the page's role as a twin. Returns its content hash."""
         content = self._twin_of.pop(page)
         twins = self._twins[content]
         twins.remove(page)
@@ -93,7 +94,7 @@ class PagePool:
         return content
 
     def share(self, pages: Iterable[int]) -> None:
-        """Add one holder to each of these pages, which must be held or published."""
+        """Adds one holder to each of these pages, which must be held or published."""
         for page in pages:
             if not self._holders[page]:
                 assert page in self._hash_of, f"page {page} is free and cannot be shared"
@@ -101,9 +102,10 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one holder of each of these pages; pages without a holder become free.
+        """Removes one holder of each of these pages. Pages without a holder become free.
 
-        The last pages of a sequence are reused first: a prefix is worth more than what follows it.
+        The last pages of a sequence are reused first, because a prefix is worth more than its
+        continuation.
         """
         self.turnover += 1
         for page in reversed(pages):
@@ -121,9 +123,9 @@ class PagePool:
                         self._free.move_to_end(published)
 
     def publish(self, page: int, content: bytes) -> bool:
-        """Publish a held page under the hash `content`, or as a twin of the page that has it.
+        """Publishes a held page under the hash `content`, or as a twin of the page that has it.
 
-        Returns whether the hash could not be found before.
+        Returns whether the hash was new.
         """
         assert self._holders[page] > 0
         assert page not in self._hash_of and page not in self._twin_of
@@ -136,7 +138,7 @@ class PagePool:
         return True
 
     def find(self, contents: Iterable[bytes]) -> list[int]:
-        """Returns the pages of the longest published prefix of `contents`; adds no holder."""
+        """Returns the pages of the longest published prefix of `contents`. Adds no holder."""
         pages: list[int] = []
         for content in contents:
             page = self._page_of.get(content)
@@ -146,19 +148,19 @@ class PagePool:
         return pages
 
     def page_of(self, content: bytes) -> int | None:
-        """Returns the page that is published as `content`; adds no holder."""
+        """Returns the page that is published as `content`. Adds no holder."""
         return self._page_of.get(content)
 
     def next_evicted(self, count: int) -> Iterator[tuple[int, bytes]]:
-        """Yields page and hash of those of the `count` free pages allocated next that are
-        published."""
+        """Yields page and hash of the published pages among the next `count` pages to be
+        allocated."""
         for page in islice(self._free, count):
             if (content := self._hash_of.get(page)) is not None:
                 yield page, content
 
     def forget(self) -> None:
-        """Unpublish everything. Holders keep their pages. `on_evict` is not called: the content is
-        lost, wrong, or not wanted."""
+        """Unpublishes all pages. Holders keep their pages. Does not call `on_evict`, because the
+        content is lost, wrong, or unwanted."""
         self._hash_of.clear()
         self._page_of.clear()
         self._twin_of.clear()
@@ -166,12 +168,12 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        """Free pages whose content can be found. Callable from any thread; linear in the pages."""
+        """Free pages whose content can be found. Callable from any thread. Linear in the pages."""
         return sum(map(self._free.__contains__, list(self._hash_of)))
 
     def states(self, stride: int) -> bytes:
-        """Returns a `PageState` for the first page and every `stride`-th one after it. Callable
-        from any thread; pages that change meanwhile are as before or as after."""
+        """Returns a `PageState` for the first page and then for every `stride`-th page. Callable
+        from any thread. A page that changes meanwhile has its old or its new state."""
         published = self._hash_of
         return bytes(
             (PageState.SHARED if holders > 1 else PageState.HELD)
@@ -186,7 +188,7 @@ class PagePool:
         return self._holders[page]
 
     def check(self) -> None:
-        """AssertionError unless every page is free or held and hashes map to pages one to one."""
+        """Raises AssertionError unless every page is free or held and each hash is on one page."""
         assert 0 not in self._free and self._holders[0] == 0, "the padding page was given out"
         for page, holders in enumerate(self._holders[1:], start=1):
             free = page in self._free

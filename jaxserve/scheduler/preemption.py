@@ -1,19 +1,18 @@
-"""Preemption: which running sequence gives its pages back when too few are free.
+"""Preemption: chooses the running sequence that gives its pages back when too few are free.
 
 **Why every request ends.** The running sequence with the best rank is never preempted, and `limit`
 keeps every sequence smaller than the whole pool. That sequence misses a step only while no page is
-free and nobody else can be preempted. The others then end with the step in flight, or are in their
-prefill and hold all their pages already. The first prefill advances in every step, because decode
-rows leave room for one token: a sequence in its prefill holds a slot, and a step has at least as
-many tokens as there are slots. Only sequences that sampled since their admission are preempted, so
-each recomputation yields at least one token. A preempted sequence is admitted again when the
-expected need of all running sequences leaves room. A sequence that would run alone is always
-admitted, so the best rank of all comes to run.
+free and no other sequence can be preempted. Then the others end with the step in flight, or are in
+their prefill and already hold all their pages. The first prefill advances in every step, because
+decode rows leave room for one token: a sequence in its prefill holds a slot, and a step has at
+least as many tokens as there are slots. Only sequences that sampled since their admission are
+preempted, so each recomputation yields at least one token. A preempted sequence is admitted again
+when the expected need of all running sequences leaves room. A sequence that would run alone is
+always admitted, so the sequence with the best rank of all always runs at some point.
 
-In a cache group with a window a sequence in its prefill does not hold all its pages already: it
-gets them with its chunks. So there it counts as one that grows, and if nobody who decodes can be
-preempted, one in its prefill is, except the one with the best rank. That one therefore gets a page
-in every step, and ends.
+In a cache group with a window, a sequence in its prefill gets its pages with its chunks. So it
+counts as a growing sequence. If no decoding sequence can be preempted, a sequence in its prefill
+is, except the one with the best rank. That one therefore gets a page in every step, and ends.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ from jaxserve.scheduler.sequence import Sequence
 def choose_victim(running: Collection[Sequence], kv_cache: KVCacheManager) -> Sequence | None:
     """Returns the sequence that is cheapest to preempt, or None.
 
-    It does not have the best rank and frees at least one page. It decodes; if nobody like that
-    does, and pages are given to chunks as they are planned, it is in its prefill. The lowest
-    priority goes first, then the fewest tokens to recompute, then the newest.
+    The choice never has the best rank and always frees at least one page. A decoding sequence goes
+    before a sequence in its prefill; the latter is chosen only if pages are given to chunks as they
+    are planned. The lowest priority goes first, then the fewest tokens to recompute, then the
+    newest.
     """
     senior = min(running, key=lambda seq: seq.rank)
 

@@ -1,4 +1,4 @@
-"""Reads ahead: pages of waiting sequences that only the disk has go to the host's memory."""
+"""Prefetch: reads pages of waiting sequences from disk to host memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from jaxserve.scheduler.loading import Loads
 from jaxserve.scheduler.sequence import Sequence
 
 SEQUENCES = 4
-"""The first ones of the queue for which pages are read."""
+"""Sequences at the front of the queue whose pages are read."""
 
 _SHARE = 4
-"""Of the host's slots, the part that may wait to be read."""
+"""Pages that wait to be read may take one in this many host slots."""
 
 
 class Prefetch:
-    """Reads each page once, in the order of the queue, and as few at a time as others leave.
+    """Reads each page once, in queue order, and only as many at a time as other reads allow.
 
-    A sequence is looked up once, when a plan has left it in the queue. What is read lies in the
-    host's memory like what was stored there: it may be displaced, and the sequence's load finds it
-    or reads it again.
+    A sequence is looked up once, after a plan has left it in the queue. Prefetched pages are
+    ordinary pages in host memory: they may be evicted, and then the sequence's load reads them
+    again.
     """
 
     def __init__(self, index: HostIndex, disk: DiskPages, loads: Loads):
         self._index, self._disk, self._loads = index, disk, loads
         self._wanted: deque[bytes] = deque()
         self.pages = 0
-        """That were read."""
+        """Number of pages read."""
 
     def look(self, waiting: Iterable[Sequence], prefill_rate: float | None) -> None:
-        """Want the pages of the sequences that a plan has left in the queue."""
+        """Adds the pages of sequences that a plan has left in the queue."""
         for seq in waiting:
             if seq.looked_ahead or seq.loading:
                 continue
@@ -44,14 +44,14 @@ class Prefetch:
         self.advance()
 
     def advance(self) -> None:
-        """Begin to read what is wanted."""
+        """Begins to read wanted pages."""
         while self._wanted and self._disk.can_read:
             key = self._wanted.popleft()
             if not self._disk.contains(key):
                 continue
             reservation = self._index.reserve(key)
             if reservation is None:
-                continue  # it is there or on its way, or all slots are in use
+                continue  # the page is there or in flight, or all slots are in use
 
             def read(error: str | None, reservation: Reservation = reservation) -> None:
                 if error is not None:
@@ -62,5 +62,5 @@ class Prefetch:
             self._disk.read(key, reservation.slot, read)
 
     def forget(self) -> None:
-        """Want nothing of before."""
+        """Drops all wanted pages."""
         self._wanted.clear()

@@ -1,8 +1,8 @@
 """Content hashes of full pages, by which sequences with equal prefixes share pages.
 
-A page's hash is the SHA-256 of the previous page's hash and its own tokens. The first page follows
-a root, which covers everything else that keys and values depend on. Equal hashes therefore mean
-equal prefixes from position 0, and sequences with different roots share nothing.
+The hash of a page is the SHA-256 of the previous page's hash and the page's own tokens. The first
+page follows a root hash, which covers everything else that keys and values depend on. So equal
+hashes mean equal prefixes from position 0, and sequences with different roots share nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hashlib import sha256
 from struct import Struct
 
 _WORD = 4
-"""Bytes of a token."""
+"""Bytes per token."""
 
 
 def root(*parts: str) -> bytes:

@@ -14,8 +14,8 @@ AGEING = 30.0
 """Seconds of waiting that equal one level of priority."""
 
 MAX_LEVEL = 20
-"""Priorities are clamped to plus and minus this. A client that sets priorities can therefore delay
-others by at most 2 * 20 * 30 s = 20 minutes, and never for ever."""
+"""Priorities are clamped to plus and minus this. So a client that sets priorities can delay others
+by at most 2 * 20 * 30 s = 20 minutes."""
 
 
 class Shed(NamedTuple):
@@ -29,12 +29,12 @@ class WaitingQueue:
     """Sequences in order of rank. A preempted sequence keeps its rank.
 
     One level of priority equals `AGEING` seconds of waiting. All sequences age at the same rate, so
-    the order never changes and nobody starves. Without priorities it is the order of arrival.
+    the order never changes and no sequence starves. Without priorities it is the order of arrival.
     """
 
     @property
     def next_review(self) -> float:
-        """When to call `review`, on the scheduler's clock: the order may change by then."""
+        """When to call `review`, on the scheduler's clock. The order may change by then."""
         return math.inf
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class WaitingQueue:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of rank."""
+        """Iterates in order of rank."""
         return iter(self._order)
 
     def join(self, seq: Sequence, now: float) -> None:
-        """Add a new sequence and set its rank."""
+        """Adds a new sequence and sets its rank."""
         level = max(-MAX_LEVEL, min(seq.level, MAX_LEVEL))
         seq.rank = seq.arrived + AGEING * level, seq.id
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence that has a rank, for instance after a preemption."""
+        """Adds a sequence that has a rank, for instance after a preemption."""
         insort(self._order, seq, key=_rank)
 
     def remove(self, seq: Sequence) -> None:
@@ -71,14 +71,14 @@ class WaitingQueue:
         return iter(self._order)
 
     def admit(self, seq: Sequence, now: float) -> None:
-        """Remove the first sequence, which starts to run."""
+        """Removes the first sequence, which starts to run."""
         self.remove(seq)
 
     def ended(self, seq: Sequence) -> None:
-        """Report that a sequence ended."""
+        """Reports that a sequence has ended."""
 
     def review(self, now: float, steps: int, prefill_rate: float | None) -> list[Shed]:
-        """Order the queue again and remove the sequences whose deadlines cannot be met.
+        """Reorders the queue and removes the sequences whose deadlines cannot be met.
 
         Args:
           now: seconds on the scheduler's clock.

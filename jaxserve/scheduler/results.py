@@ -1,4 +1,4 @@
-"""Turns a row's result into the event that the client gets."""
+"""Turns the result of a row into an event for the client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.scheduler.sequence import Sequence
 
 
 def event_of(seq: Sequence, result: Sampled, now: float) -> TokenEvent:
-    """Returns the event of the sequence's newest token, with its finish reason if it ends."""
+    """Returns the event of the sequence's newest token, with the finish reason if it ends."""
     token, length = seq.tokens[-1], len(seq.tokens)
     finish = None
     if token in seq.stops and length >= seq.stops_from:

@@ -7,7 +7,7 @@ from jaxserve.scheduler.sequence import Sequence
 
 
 def decode_row(seq: Sequence) -> Row:
-    """Returns a row that computes the last sampled token, which only the device may know."""
+    """Returns a row that computes the last sampled token, which only the device may know yet."""
     start, mask = seq.computed, seq.mask
     seq.drafts_on_device = False
     seq.computed = start + 1
@@ -23,10 +23,10 @@ def verify_row(
     masks: tuple[bytes, ...] = (),
 ) -> Row:
     """Returns a row that computes the last sampled token and drafts after it; see `plan.Verify`. It
-    counts as one token until its results come back."""
+    counts as one token until its results arrive."""
     start = seq.computed
     positions = min(positions, end - start)
-    if masks and drafts is not None:  # after others there are none
+    if masks and drafts is not None:  # the masks belong to these drafts only
         drafts, masks = drafts[: positions - 1], masks[:positions]
     verify = Verify(positions, end, drafts, follows=seq.drafts_in_flight > 0, masks=masks)
     seq.computed = start + 1

@@ -29,10 +29,10 @@ class Scheduler(Commits):
 
     The loop calls `plan`, launches the plan, and later calls `commit` with the sampled tokens.
     Plans must be launched and committed in the order in which they were made. Any number may be
-    planned before the first is committed: one in a synchronous loop, two in a loop that is one
-    step ahead. A plan that could not be executed goes to `fail` instead. `plan` returns None
-    when nothing can be computed; if `has_work` is true then, a commit is due, or pages are on their
-    way from the host (`HostTier`).
+    planned before the first is committed: one in a synchronous loop, two in a loop that is one step
+    ahead. A plan that could not be executed goes to `fail` instead. `plan` returns None when
+    nothing can be computed. If `has_work` is true then, a commit is due, or pages are in flight
+    from the host (`HostTier`).
 
     **Why slots and pages may be reused while steps are in flight.** A plan names only slots and
     pages that its sequences hold when `plan` returns, and an ended sequence is never planned again.
@@ -72,12 +72,13 @@ class Scheduler(Commits):
         """Returns a scheduler without requests.
 
         Args:
-          times: measured step times, which decide chunk sizes; None: every step takes what fits.
+          times: measured step times, which decide chunk sizes; None: every step takes as many
+            tokens as fit.
           lengths: expected output lengths, which decide admission.
-          verification: where drafts come from; None: no plan verifies.
+          verification: the source of drafts; None: no plan verifies drafts.
           clock: returns seconds.
-          cache_events: is told what happens to cached pages, once the device has computed them.
-          host: a tier for the pages that the device evicts; None: what it evicts is lost.
+          cache_events: gets the events of cached pages, once the device has computed the pages.
+          host: a tier for the pages that the device evicts; None: evicted pages are lost.
         """
         super().__init__(
             config,
@@ -106,7 +107,8 @@ class Scheduler(Commits):
         )
 
     def shed(self) -> list[tuple[str, DeadlineMissed]]:
-        """Drop waiting requests that can no longer meet their deadlines. Returns ids and errors."""
+        """Drops waiting requests that can no longer meet their deadlines. Returns ids and
+        errors."""
         now = self._clock()
         if now < self._waiting.next_review:
             return []
@@ -117,7 +119,7 @@ class Scheduler(Commits):
 
     @property
     def _prefill_rate(self) -> float | None:
-        """Prompt tokens per second beside what runs, if known."""
+        """Prompt tokens per second beside the running decodes, if known."""
         running = self._running.values()
         decodes = Decodes(len(running), sum(seq.computed for seq in running))
         return self._budget.prefill_rate(decodes)
@@ -125,14 +127,15 @@ class Scheduler(Commits):
     # One step.
 
     def learn(self, plan: StepPlan, seconds: float) -> Correction | None:
-        """Report the duration of a step, from the end of the previous one. See
+        """Reports the duration of a step, from the end of the previous one. See
         `LearnedTimes.learn`."""
         return self._learned.learn(plan, seconds) if self._learned else None
 
     def poll_host(self) -> bool:
-        """Bring on what is on its way to and from the host. Returns whether sequences wait no
-        longer. Call it once in a turn, with a step launched or none to launch. Launch what
-        `host.take` returns after it, and after each `plan`, before the next step."""
+        """Advances page moves to and from the host. Returns whether some sequences have stopped
+        waiting. Call it once per turn, after a step is launched or if there is none to launch.
+        Before the next step, launch the moves that `host.take` returns after this call and after
+        each `plan`."""
         if self.host is None or not self.host.advance():
             return False
         self._blocked = None
@@ -140,7 +143,8 @@ class Scheduler(Commits):
 
     @property
     def is_moving_pages(self) -> bool:
-        """Pages are on their way to or from the host: `poll_host` is due even without a step."""
+        """Whether pages are in flight to or from the host. Then `poll_host` is due even without a
+        step."""
         return self.host is not None and self.host.busy
 
     def plan(self) -> StepPlan | None:
@@ -179,11 +183,11 @@ class Scheduler(Commits):
         entries: list[PageEntry],
         admissions: list[Admission],
     ) -> None:
-        """Plan chunks of prompts up to the token budget, of running sequences first."""
+        """Plans chunks of prompts up to the token budget. Running sequences go first."""
         pending = self._pending(prefilling)
         queued = len(prefilling) + len(self._waiting) - len(pending)
         budget = self._budget.chunk_tokens(decodes, pending, queued)
-        if budget:  # less would compute nothing of a prompt in blocks
+        if budget:  # a smaller budget cannot hold a block of a prompt
             budget = max(budget, min(self._least, self._config.max_num_batched_tokens - len(rows)))
         room, pages_for = self._chunk_pages, self._kv_cache.pages_for
         for seq in prefilling:
@@ -198,7 +202,7 @@ class Scheduler(Commits):
     def _plan_decodes(
         self, rows: list[Row], entries: list[PageEntry]
     ) -> tuple[list[Sequence], Decodes]:
-        """Plan one token for each decoding sequence. Returns the sequences that are still in their
+        """Plans one token for each decoding sequence. Returns the sequences that are still in their
         prefill, and the planned decodes."""
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
@@ -217,7 +221,7 @@ class Scheduler(Commits):
                     guides = True
                     guided += seq.guide.following is None
                     if seq.guided_to_wait:
-                        continue  # its mask is computed
+                        continue  # its mask is still being computed
                 decoding.append(seq)
                 if start == seq.capacity and not seq.drafts_in_flight:
                     growing.append(seq)
@@ -239,16 +243,16 @@ class Scheduler(Commits):
 
     @property
     def _may_admit(self) -> bool:
-        """Whether a waiting sequence may get into this step; not while no slot or page is free."""
+        """Whether a waiting sequence may join this step. False while no slot or page is free."""
         first = self._waiting.first() if self._kv_cache.num_free_slots else None
         return first is not None and first is not self._blocked
 
     def _make_room(self, growing: list[Sequence], ending: bool) -> set[int]:
-        """Shorten `growing` until each of its sequences can get its pages. Returns ids that miss
-        the step.
+        """Shortens `growing` until each of its sequences can get its pages. Returns the ids that
+        miss the step.
 
         Preempts the cheapest sequences, unless one ends with the step in flight. In that case, or
-        if nobody can be preempted, the sequences with the worst rank wait for pages.
+        if no sequence can be preempted, the sequences with the worst rank wait for pages.
         """
         growing.sort(key=lambda seq: seq.rank)
         idle: set[int] = set()
@@ -285,8 +289,8 @@ class Scheduler(Commits):
     def _plan_chunk(
         self, seq: Sequence, budget: int, rows: list[Row], entries: list[PageEntry]
     ) -> int:
-        """Plan the next chunk of a prefill. Returns its number of tokens, 0 if the budget holds no
-        block."""
+        """Plans the next chunk of a prefill. Returns its number of tokens; 0 if the budget is less
+        than a block."""
         start = seq.computed
         end, new = self._kv_cache.append_chunk(seq, min(start + budget, seq.prefill_end))
         entries += new
@@ -298,7 +302,7 @@ class Scheduler(Commits):
         return rows[-1].num_tokens
 
     def _admit(self, entries: list[PageEntry], room: int, budget: int) -> Sequence | None:
-        """Admit the first waiting sequence if a slot and enough pages are free.
+        """Admits the first waiting sequence if a slot and enough pages are free.
 
         Args:
           room: pages of context that further chunks of this step may read.
@@ -325,7 +329,7 @@ class Scheduler(Commits):
         return None
 
     def _next(self) -> Sequence | None:
-        """Returns the first waiting sequence that waits for nothing from the host."""
+        """Returns the first waiting sequence that does not wait for pages from the host."""
         first = None if self._held else self._waiting.first()
         if first is not None and not first.loading:
             return first
@@ -333,7 +337,7 @@ class Scheduler(Commits):
         return next((each for each in ready if each.admitted >= 0 or not self._held), None)
 
     def _seat(self, seq: Sequence, hit: Hit, entries: list[PageEntry]) -> None:
-        """Give a waiting sequence its slot and pages."""
+        """Gives a waiting sequence its slot and pages."""
         now = self._clock()
         self._waiting.admit(seq, now)
         self._running[seq.id] = seq
@@ -344,15 +348,15 @@ class Scheduler(Commits):
             seq.restored_tokens = min(seq.restored_tokens, seq.cached)
 
     def expected_seconds(self, plan: StepPlan) -> float | None:
-        """Returns a step's duration by the times measured at the start; None without them."""
+        """Returns a step's duration by the times measured at start; None without them."""
         return self._times.of(plan) if self._times else None
 
     @property
     def drafts(self) -> DraftCounts | None:
-        """What became of drafts; None if no plan verifies."""
+        """Counts of proposed and accepted drafts; None if no plan verifies."""
         return self._verify and self._verify.counts
 
     def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
-        """Returns the times measured at the start by kind and size of bucket, in seconds."""
+        """Returns the times measured at start, in seconds, by kind and size of bucket."""
         times = self._times
         return {"decode": times.decode, "mixed": times.mixed} if times else {}

@@ -1,4 +1,4 @@
-"""One request in the scheduler: its tokens, how many are computed, its slot and pages."""
+"""One request in the scheduler: its tokens, its progress, its slot and pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Mutable; the scheduler owns it.
+    """Mutable state of a request; owned by the scheduler.
 
     Invariant: `computed <= len(tokens) + in_flight <= limit`. A waiting sequence has no slot, no
     pages and no computed tokens. After a preemption it may still have sampled tokens in flight.
@@ -35,8 +35,8 @@ class Sequence:
     """Stop tokens count only from this length on (`min_tokens`)."""
     wants_logprobs: bool
     guide: GuideState | None
-    """Structured output. Such a sequence waits for each token's mask, so it is never one step
-    ahead."""
+    """State of structured output. Such a sequence waits for the mask of each token, so it is never
+    one step ahead."""
     level: int
     """Priority; lower goes first. 0 unless the policy uses priorities."""
     tenant: str
@@ -57,13 +57,13 @@ class Sequence:
     arrived: float
     """Time of arrival, in seconds on the scheduler's clock."""
     admitted: float = -1.0
-    """Time of the first admission; negative before."""
+    """Time of the first admission; negative before it."""
     cached: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
     hashes: list[bytes] = field(default_factory=list[bytes])
     """Hashes of the first full pages, computed on demand."""
     published: int = 0
-    """Number of first pages that are published, here or as equal pages."""
+    """Number of first pages that are published, as this page or as an equal one."""
     shared: int = 0
     """Number of first pages that came from the prefix cache at admission."""
     slot: int = NO_SLOT
@@ -72,47 +72,46 @@ class Sequence:
     behind: list[int] = field(default_factory=list[int])
     """For each group, the number of first pages that the sequence does not hold."""
     capacity: int = 0
-    """Tokens that its pages hold when its prefill is over."""
+    """Tokens that its pages hold at the end of its prefill."""
     computed: int = 0
-    """Positions whose keys and values are cached or computed by the plans made so far, if all
-    drafts in flight are rejected."""
+    """Positions whose keys and values are cached, or computed by the plans made so far. Counts
+    drafts in flight as rejected."""
     skip_from: int = 0
-    """After this many computed tokens, those up to `skip_to` are cached. Both are 0 without a
-    gap."""
+    """When this many tokens are computed, the tokens from here up to `skip_to` are cached. Both are
+    0 without such a gap."""
     skip_to: int = 0
     preemptions: int = 0
-    """How often the sequence was preempted."""
+    """Number of preemptions."""
     loading: bool = False
-    """It waits for pages on their way from the host."""
+    """Whether it waits for pages in flight from the host."""
     waits_for_loads: int = 0
-    """How often it has waited for such pages, since it was last admitted."""
+    """Number of loads that it has waited for since its last admission."""
     looked_ahead: bool = False
-    """Its pages on disk were asked for while it waits."""
+    """Whether its pages on disk were already looked up while it waits."""
     restored_tokens: int = 0
-    """Prompt tokens that came from below the device before the first admission."""
+    """Prompt tokens loaded from lower tiers before the first admission."""
     in_flight: int = 0
-    """Output tokens that are planned and not committed, of verify rows one each."""
+    """Output tokens that are planned and not committed. A verify row counts as one."""
     drafts_in_flight: int = 0
-    """Positions of verify rows in flight after the first of each, see `scheduler.verify`."""
+    """Positions of the verify rows in flight, without the first of each; see `scheduler.verify`."""
     drafts_on_device: bool = False
-    """The newest planned row is a verify row, after which a head, if there is one, drafts."""
+    """Whether its newest planned row is a verify row, after which a draft head, if any, drafts."""
     own_text: OwnText | None = None
-    """Made when drafts are first looked up."""
+    """Made at the first lookup of drafts."""
     guessed: tuple[float, ...] = ()
-    """For the drafts that its guide was told, the probabilities that it and all before it come."""
+    """For the drafts that its guide got: the probabilities that each and all before it come."""
     scored: int = 0
     """Prompt positions whose logprobs are planned."""
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list[PromptLogprobs])
     """Collected until the first event."""
     plain_until: int = 0
-    """Fast path of `commit`: a token that leaves the sequence shorter than this, and is no stop
-    token, needs no other work. It is not the first or last token, fills no page, and no grammar or
-    logprobs depend on it."""
+    """Fast path of `commit`. A token needs no other work if it is no stop token and leaves the
+    sequence shorter than this. Such a token is not the first or last, fills no page, and no grammar
+    or logprobs depend on it."""
     prompt_computed: int = 0
-    """Prompt tokens that committed steps computed or found cached. Preemption does not lower
-    it."""
+    """Prompt tokens that committed steps computed or found cached. Preemption does not lower it."""
     prefill_end: int = 0
-    """Number of tokens at admission. Up to it the sequence computes known tokens in chunks."""
+    """Number of tokens at admission. The sequence computes tokens up to here in chunks."""
 
     @classmethod
     def of(
@@ -180,15 +179,16 @@ class Sequence:
 
     @property
     def mask(self) -> bytes | None:
-        """The mask of the next token to sample, with at most one in flight; None allows all."""
+        """The mask of the next token to sample, with at most one in flight; None allows all
+        tokens."""
         guide = self.guide
         if guide is None:
             return None
         return guide.following if self.in_flight else guide.mask
 
     def count_prompt_tokens(self, end: int) -> int:
-        """A committed step computed positions up to `end`. Returns how many prompt tokens are
-        new."""
+        """Reports that a committed step computed positions up to `end`. Returns the number of new
+        prompt tokens."""
         new = max(0, min(end, self.num_prompt) - self.prompt_computed)
         self.prompt_computed += new
         return new
@@ -218,7 +218,7 @@ class Sequence:
         return self.hashes[:count]
 
     def check(self, page_size: int) -> None:
-        """AssertionError if the sequence's numbers contradict each other."""
+        """Raises AssertionError if the sequence's numbers contradict each other."""
         assert self.in_flight >= 0
         assert self.num_prompt <= len(self.tokens) < self.limit, f"{self.request_id} should be over"
         assert len(self.tokens) + self.in_flight <= self.limit

@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state below the device: pieces, one for each recurrent layer."""
+"""Snapshots of recurrent state in lower tiers: one piece for each recurrent layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxserve.scheduler.snapshots import Snapshots
 
 
 class StatePieces:
-    """Names the pieces of snapshots, which move as pages of one more cache group do.
+    """Names the pieces of snapshots. Pieces move like the pages of one more cache group.
 
-    A snapshot is of use with all of its pieces only. Piece `slot * count + layer` of the device is
-    that of `layer` in the state's `slot`.
+    A snapshot is useful only with all of its pieces. Piece `slot * count + layer` on the device
+    holds the state of `layer` in `slot`.
     """
 
     def __init__(self, snapshots: Snapshots, *, number: int, count: int):
-        """`number`: of the group; `count`: pieces of a snapshot."""
+        """`number`: index of the group; `count`: pieces per snapshot."""
         self.snapshots, self.number, self.count = snapshots, number, count
 
     def keys(self, content: bytes) -> list[bytes]:
@@ -34,7 +34,7 @@ class StatePieces:
         return range(slot * self.count, (slot + 1) * self.count)
 
     def publish_loaded(self, _: Sequence, hashes: list[bytes], number: int, page: int) -> None:
-        """A piece of the snapshot behind page `number` has come back; they come in order."""
+        """Reports a loaded piece of the snapshot after page `number`. Pieces arrive in order."""
         slot, layer = divmod(page, self.count)
         if layer == self.count - 1:
             self.snapshots.arrived(slot, hashes[number])

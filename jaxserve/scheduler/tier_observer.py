@@ -1,4 +1,4 @@
-"""Who is told what a tier below the device does."""
+"""The interface that reports the work of lower tiers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from typing import Protocol
 
 
 class TierObserver(Protocol):
-    """Counts. `jaxserve.metrics.metrics.Metrics` implements it."""
+    """Counts the work of tiers. `jaxserve.metrics.metrics.Metrics` implements it."""
 
     def tier_looked_up(self, tokens: int, found: int) -> None:
-        """Report a lookup of prompt tokens that the device did not have, and those found."""
+        """Reports a lookup of prompt tokens that the device lacked, and how many were found."""
         ...
 
     def tier_loaded(
         self, num_bytes: int, seconds: float, *, host_tokens: int, disk_tokens: int
     ) -> None:
-        """Report pages that came back to the device, how long a sequence waited for them, and their
-        tokens: found in the host's memory, and read from disk for this."""
+        """Reports loaded pages: their bytes, how long a sequence waited for them, and their tokens,
+        separately for pages in host memory and pages read from disk."""
         ...
 
     def tier_recomputed(self, cause: str) -> None:
-        """Report that a sequence waited for pages that did not come: it computes them."""
+        """Reports a sequence whose load failed, so that it computes the tokens."""
         ...
 
     def tier_stored(self, num_bytes: int) -> None:
-        """Report a page that was copied to the host."""
+        """Reports a page that was copied to the host."""
         ...
 
     def tier_skipped(self, cause: str) -> None:
-        """Report a page that the device evicted and the host does not have."""
+        """Reports an evicted page that the host does not have."""
         ...
 
 

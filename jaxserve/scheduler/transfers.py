@@ -1,4 +1,4 @@
-"""Pages on their way between the KV cache and the host: ring slots, launches and copies."""
+"""Pages in flight between the KV cache and the host: ring slots, launches and copies."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ class Ended(Protocol):
 
 
 class Copier(Protocol):
-    """Copies pages between rings and host slots, on streams or threads of its own.
+    """Copies pages between rings and host slots, on its own streams or threads.
 
-    Each tag comes back once, in any order, and then nothing touches its slots any more.
+    `poll` returns each tag once, in any order. After that nothing accesses the slots of the copy.
     """
 
     def store(
         self, ring_slot: int, host_slot: int, tag: int, written: Callable[[], bool], /
     ) -> None:
-        """Copy a slot of the store ring to the host, as soon as it is `written`, which another
-        thread asks."""
+        """Copies a slot of the store ring to the host once `written` returns True. Another thread
+        calls `written`."""
         ...
 
     def load(self, host_slot: int, ring_slot: int, tag: int) -> None:
-        """Copy a slot of the host to the load ring."""
+        """Copies a host slot to the load ring."""
         ...
 
     def poll(self) -> Sequence[Ended]:
-        """Returns the copies that ended since the last call. Does not wait."""
+        """Returns the copies that ended since the last call. Returns at once."""
         ...
 
 
 _FAILED = "the device failed"
 
 _BATCH = 16
-"""Loads whose ends are told together while others are on their way: what came is launched at once,
-and few large launches take less of the device and of the engine than many small ones. The largest
-program moves as many pages; more would leave a ring of 56 slots too few for the link."""
+"""While other loads are in flight, the ends of this many loads are reported together. A few large
+launches cost the device and the engine less than many small ones. The largest program moves this
+many pages. A larger batch would leave too few slots of a 56-slot ring for the link."""
 
 type Then = Callable[[str | None], None]
-"""Called when a copy has ended, with why it failed."""
+"""Called when a copy has ended, with the error or None."""
 
 
 class MovesFailed(RuntimeError):
-    """The device did not run moves that were launched: it has failed, as with a step."""
+    """The device did not run launched moves. It has failed, as if a step had failed."""
 
 
 class _Store(NamedTuple):
@@ -63,15 +63,15 @@ class _Store(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """Moves that are launched."""
+    """Launched moves."""
 
     is_done: Callable[[], bool]
-    """Raises if they failed."""
+    """Returns at once whether the moves have run. Raises if they failed."""
     restores: list[PageMove]
 
 
 class _Slots:
-    """The free slots of a ring, which has equally many for each group."""
+    """The free slots of a ring. Each group has the same number of slots."""
 
     def __init__(self, groups: int, count: int):
         self._free = [list(range(group * count, (group + 1) * count)) for group in range(groups)]
@@ -93,41 +93,41 @@ class _Slots:
 class Transfers:
     """Moves pages through the rings.
 
-    A store is launched with the moves of a turn, and the ring slot is copied to the host as soon as
-    these have run, which the copier watches: it would be late for a turn if the engine did, which
-    waits for steps. A load is copied to its ring slot first, and launched then. A ring
-    slot is free again when the copy out of it, or what was launched to read it, has ended. Whoever
-    gives a load up leaves its ring slot until the copy has ended.
+    A store is launched with the moves of a turn. The copier watches for their end and then copies
+    the ring slot to the host. The engine could not watch in time, because it waits for steps. A
+    load is first copied to its ring slot and then launched. A ring slot is free again when the copy
+    out of it has ended, or when the launched move that reads it has run. The ring slot of a load
+    that is given up stays in use until its copy has ended.
     """
 
     def __init__(self, copier: Copier, groups: int, *, store_slots: int, load_slots: int):
-        """Each ring has so many slots for each of the groups."""
+        """`store_slots` and `load_slots` are the ring slots of each group."""
         self._copier = copier
         self.store_ring, self.load_ring = _Slots(groups, store_slots), _Slots(groups, load_slots)
         self._stores: list[_Store] = []
         self._restores: list[PageMove] = []
-        """Of this turn: not launched."""
+        """Moves of this turn that are not launched yet."""
         self._launches: list[_Launch] = []
         self._copies: dict[int, Then] = {}
         self._loading: set[int] = set()
         """Tags of loads that have not ended."""
         self._loaded: list[Ended] = []
-        """Loads whose end is not told yet."""
+        """Loads that have ended but were not reported yet."""
         self._batch = max(1, min(_BATCH, load_slots // 3))
         self._tag = self._failures = 0
 
     @property
     def busy(self) -> bool:
-        """Something is on its way."""
+        """Whether anything is in flight."""
         return bool(self._stores or self._restores or self._launches or self._copies)
 
     @property
     def num_copies(self) -> int:
-        """Copies that have not ended."""
+        """Number of copies that have not ended."""
         return len(self._copies)
 
     def store(self, page: int, group: int, host_slot: int, then: Then) -> bool:
-        """Copy a page as it is before the next plan. Returns whether there is a ring slot."""
+        """Copies a page as it is before the next plan. Returns False if no ring slot is free."""
         slot = self.store_ring.take(group)
         if slot is None:
             return False
@@ -135,8 +135,8 @@ class Transfers:
         return True
 
     def load(self, host_slot: int, group: int, then: Callable[[int, str | None], None]) -> bool:
-        """Copy a host slot to a slot of the load ring, with which `then` is called. It then belongs
-        to the caller. Returns whether there is one."""
+        """Copies a host slot to a slot of the load ring and then calls `then` with that slot, which
+        the caller now owns. Returns False if no ring slot is free."""
         slot = self.load_ring.take(group)
         if slot is None:
             return False
@@ -146,28 +146,28 @@ class Transfers:
         return True
 
     def restore(self, page: int, ring_slot: int, group: int) -> None:
-        """Write a slot of the load ring into a page before the next plan."""
+        """Writes a slot of the load ring to a page before the next plan."""
         self._restores.append(PageMove(page, ring_slot, group))
 
     def take(self) -> PageMoves | None:
-        """Returns what to launch before the next step; `launched` must follow, or `failed`."""
+        """Returns the moves to launch before the next step; then call `launched` or `failed`."""
         if not self._stores and not self._restores:
             return None
         return PageMoves(tuple(self._restores), tuple(each.move for each in self._stores))
 
     def launched(self, is_done: Callable[[], bool]) -> None:
-        """What was taken is launched. `is_done` tells, without waiting and in any thread, whether
-        it has run."""
+        """Reports that the moves of `take` are launched. `is_done` returns at once whether they
+        have run; any thread may call it."""
         self._launches.append(_Launch(is_done, self._restores))
         stores, self._stores, self._restores = self._stores, [], []
         for store in stores:
             self._copy_out(store, is_done)
 
     def advance(self) -> None:
-        """Go on with whatever has run or was copied.
+        """Handles moves and copies that have ended.
 
         Raises:
-          MovesFailed: `failed` is due.
+          MovesFailed: the device failed; call `failed`.
         """
         while self._launches and _has_run(self._launches[0]):
             launch = self._launches.pop(0)
@@ -204,9 +204,9 @@ class Transfers:
         return self._tag
 
     def failed(self) -> None:
-        """The device runs nothing more of what was launched, or has lost the result. Its store ring
-        may be lost, too, so what is being copied from there is worth nothing. Slots are given out
-        again only when the device is at rest."""
+        """Reports that the device has failed. It runs no more of the launched moves, or has lost
+        their results. Its store ring may be lost too, so copies in flight from it are worthless.
+        Slots are reused only when the device is idle."""
         self._failures += 1
         restores = [move for launch in self._launches for move in launch.restores]
         for move in (*restores, *self._restores):
@@ -217,7 +217,7 @@ class Transfers:
             store.then(_FAILED)
 
     def check(self) -> None:
-        """AssertionError if a ring slot is free twice, or free while something uses it."""
+        """Raises AssertionError if a ring slot is free twice, or free while something uses it."""
         launched = [move for launch in self._launches for move in launch.restores]
         for ring, used in (
             (self.store_ring, [each.move for each in self._stores]),
@@ -231,4 +231,4 @@ def _has_run(launch: _Launch) -> bool:
     try:
         return launch.is_done()
     except Exception as error:
-        raise MovesFailed("pages were not moved to or from the host") from error
+        raise MovesFailed("moving pages to or from the host failed on the device") from error

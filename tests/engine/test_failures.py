@@ -90,7 +90,7 @@ async def test_moves_of_pages_that_failed_end_nobody(
             tokens, reason = solo(request_of_50(number), SCHEDULER, CACHE)
             assert len(later) > 20 and later[-1].finish is reason
             assert [event.token for event in later] == tokens[-len(later) :]
-        assert runner.num_resets == 1 and "computed again" in caplog.text
+        assert runner.num_resets == 1 and "sequences are recomputed" in caplog.text
         await until(lambda: is_whole(engine))
 
 
