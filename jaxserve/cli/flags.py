@@ -182,7 +182,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--header-timeout",
         type=seconds,
         default=75.0,
-        help="most seconds until a connection's next request; keep it above a proxy's idle timeout",
+        help="most seconds until a connection's next request; more than a proxy's idle timeout",
     )
     add(
         "--write-timeout",
@@ -279,9 +279,8 @@ def add_access_flags(add: AddArgument) -> None:
         "--api-key",
         action="extend",
         nargs="+",
-        help="keys; every request needs one of them. Other users of the machine can read the "
-        "command line: prefer --api-key-file or JAXSERVE_API_KEY in the environment (default: no "
-        "keys)",
+        help="keys; every request needs one. Other users of the machine can read command lines: "
+        "prefer --api-key-file or the variable JAXSERVE_API_KEY (default: no keys)",
     )
     add(
         "--api-key-file",
@@ -323,8 +322,8 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--trust-gateway",
         action="store_true",
-        help="trust a gateway's header x-llm-d-inference-fairness-id, and share fairly between its "
-        "values; only if clients cannot go around the gateway",
+        help="share fairly by a gateway's header x-llm-d-inference-fairness-id; only if clients "
+        "cannot go around the gateway",
     )
     add(
         "--inference-objectives",
