@@ -207,7 +207,7 @@ def parity() -> str:
         for name, result in measured("parity_h100")["results"].items()
     ]
     head = ["", "mean difference of logprobs", "99th percentile", "mean regret"]
-    return table([*head, "same first choice"], rows, "parity_h100")
+    return table([*head, "same top token"], rows, "parity_h100")
 
 
 WEIGHTS = {
@@ -239,8 +239,8 @@ def quantised_weights() -> str:
                 f"{right:,}",
             ]
         )
-    head = ["weights", TEXT, "qwen3-8b, GiB", "step of 1 sequence, ms", "of 64, ms"]
-    head += ["KL divergence, nats", "right of 2,840 answers"]
+    head = ["weights", TEXT, "qwen3-8b, GiB", "step of 1 sequence, ms", "step of 64, ms"]
+    head += ["KL divergence, nats", "correct of 2,840 answers"]
     sources = ("quantized_steps_h100", "formats_cpu", "embedded_formats_h200")
     return table(head, rows, *sources)
 
@@ -250,7 +250,7 @@ KV_PICKS = {
     "int8": "**The default choice to save memory.**",
     "fp8_e4m3": "The checkpoint has scales for it, or a client demands it.",
     "kvarn_k4v4_g128": "You need 3.7 times the tokens.",
-    "kvarn_k4v2_g128": "You need 4.7 times the tokens, and measured your tasks.",
+    "kvarn_k4v2_g128": "You need 4.7 times the tokens, and have tested your tasks.",
 }
 
 
@@ -271,7 +271,7 @@ def kv_formats() -> str:
             ]
         )
     head = ["format", TEXT, "bytes per token, Qwen3-4B", "KL divergence, nats"]
-    head += ["other first choice", "right of 2,840 answers"]
+    head += ["other top token", "correct of 2,840 answers"]
     return table(head, rows, "kv_accuracy_h200")
 
 

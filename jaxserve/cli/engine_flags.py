@@ -89,7 +89,7 @@ def add_engine_flags(add: AddArgument) -> None:
         "--keep-converted",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep weights that were quantised at load in --cache-dir",
+        help="keep weights quantised at load in --cache-dir, for later starts",
     )
     add(
         "--fp8-copy",
@@ -183,12 +183,12 @@ def add_engine_flags(add: AddArgument) -> None:
     add(
         "--kv-offload-path",
         type=Path,
-        help="folder for prefixes that leave that memory; later starts find them (default: none)",
+        help="folder for prefixes that leave host memory; later starts find them (default: none)",
     )
     add(
         "--kv-offload-disk-size",
         type=size_in_bytes,
-        help="the most that --kv-offload-path takes (default: 100G)",
+        help="largest size of --kv-offload-path (default: 100G)",
     )
     add(
         "--kv-offload-verify",
@@ -220,8 +220,8 @@ def add_engine_flags(add: AddArgument) -> None:
         type=speculation,
         help="verify drafts of next tokens where that is faster: off, or vLLM's JSON, e.g. "
         '\'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 3}\' or '
-        '\'{"method": "dspark", "model": FOLDER_OR_ID}\', or "mtp" for weights of the model itself '
-        "(default: ngram with 7 tokens on a GPU, off on a CPU)",
+        '\'{"method": "dspark", "model": FOLDER_OR_ID}\'; method "mtp" uses the model\'s own '
+        "weights (default: ngram with 7 tokens on a GPU, off on a CPU)",
     )
     add(
         "--compile-workers",

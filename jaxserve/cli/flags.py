@@ -46,8 +46,8 @@ def add_model_flags(add: AddArgument) -> None:
         "--served-model-name",
         type=model_name,
         nargs="+",
-        help="names that clients may use for the model; answers have the first (default: what "
-        "--model says)",
+        help="names that clients may use for the model; answers have the first (default: the value "
+        "of --model)",
     )
     add(
         "--generation-config",
@@ -182,7 +182,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--header-timeout",
         type=seconds,
         default=75.0,
-        help="most seconds until a connection's next request; keep it above a proxy's idle timeout",
+        help="most seconds until a connection's next request; more than a proxy's idle timeout",
     )
     add(
         "--write-timeout",
@@ -200,7 +200,7 @@ def add_server_flags(add: AddArgument) -> None:
         "--health-means",
         choices=HEALTH_MEANINGS,
         default="ready",
-        help="when /health is 200: ready, while requests are served; live, when /live is",
+        help="when /health answers 200: ready, while requests are served; live, as /live does",
     )
     add(
         "--probe-port",
@@ -279,8 +279,8 @@ def add_access_flags(add: AddArgument) -> None:
         "--api-key",
         action="extend",
         nargs="+",
-        help="keys, one of which every request needs; other users of the machine can read them "
-        "here, so prefer --api-key-file or JAXSERVE_API_KEY in the environment (default: no keys)",
+        help="keys; every request needs one. Other users of the machine can read command lines: "
+        "prefer --api-key-file or the variable JAXSERVE_API_KEY (default: no keys)",
     )
     add(
         "--api-key-file",
@@ -291,7 +291,7 @@ def add_access_flags(add: AddArgument) -> None:
         "--admin-api-key",
         action="extend",
         nargs="+",
-        help="keys that also open administrators' routes (default: none, and no such routes)",
+        help="keys that also open administrators' routes (default: none; these routes are off)",
     )
     add(
         "--admin-api-key-file",
@@ -322,8 +322,8 @@ def add_access_flags(add: AddArgument) -> None:
     add(
         "--trust-gateway",
         action="store_true",
-        help="believe a gateway's header x-llm-d-inference-fairness-id, and share fairly by it; "
-        "only if no client can go around the gateway",
+        help="share fairly by a gateway's header x-llm-d-inference-fairness-id; only if clients "
+        "cannot go around the gateway",
     )
     add(
         "--inference-objectives",

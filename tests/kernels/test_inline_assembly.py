@@ -111,14 +111,16 @@ def test_nvfp4_is_exact() -> None:
         np.testing.assert_array_equal(256 * bf16(out[plane]), expected)
 
 
-def test_mxfp4_is_exact() -> None:
-    """Every word, with powers within 2^100 of the largest."""
-    factors = [each_half(2.0**126 * 2.0**power, ml_dtypes.bfloat16) for power in (0, -3, -60, -100)]
+@pytest.mark.parametrize("powers", [(0, -3, -60, -68), (65, 64, 1, -1)])
+def test_mxfp4_is_exact(powers: tuple[int, ...]) -> None:
+    """Every word, with powers that bfloat16 has relative to 2^64."""
+    scales = np.array([sum((127 + power) << 8 * plane for plane, power in enumerate(powers))])
+    factors = assembly(UNPACK, "mxfp4_factors")(scales.astype(np.uint32))
     operands = itertools.chain.from_iterable((factor, factor) for factor in factors)
     planes = assembly(UNPACK, "e2m1_times")(PAIRS, *operands)
-    for plane, power in enumerate((0, -3, -60, -100)):
+    for plane, power in enumerate(powers):
         expected = e2m1(nibble(PAIRS, plane)) * np.float32(2.0**power)
-        np.testing.assert_array_equal(bf16(planes[plane]), expected)
+        np.testing.assert_array_equal(np.float32(2.0**64) * bf16(planes[plane]), expected)
 
 
 def test_nibbles_become_e4m3_bytes() -> None:

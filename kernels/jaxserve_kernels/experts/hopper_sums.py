@@ -14,12 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, INT8, MXFP4, OTHER
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
+    MXFP4_POWER,
     e2m1_times,
     e4m3_pair,
     each,
     int8_pair,
     less_zero,
-    mxfp4_factor,
+    mxfp4_factors,
     nibbles,
 )
 
@@ -41,10 +42,6 @@ _OTHER = gl.constexpr(OTHER.value)
 _INT8 = gl.constexpr(INT8.value)
 _INT4 = gl.constexpr(INT4.value)
 _MXFP4 = gl.constexpr(MXFP4.value)
-_LEVEL = gl.constexpr(191)
-"""Powers of MXFP4's blocks are taken relative to 2 ** (this - 127): bfloat16 then holds those from
-2 ** -62 to 2 ** 65. Lesser ones are 0; greater ones no weight has."""
-_POWER = gl.constexpr(2.0**64)
 
 
 @gluon.jit
@@ -124,8 +121,8 @@ def code_sums(
         left_scales, right_scales = left_later, right_later
         at += 1
     if KIND == _MXFP4:
-        left, right = left * _POWER, right * _POWER
-        short_left, short_right = short_left * _POWER, short_right * _POWER
+        left, right = left * MXFP4_POWER, right * MXFP4_POWER
+        short_left, short_right = short_left * MXFP4_POWER, short_right * MXFP4_POWER
     elif not SCALED:
         left, short_left = _of_rows(left, short_left, scale_ptr + left_tile * 64)
         right, short_right = _of_rows(right, short_right, scale_ptr + right_tile * 64)
@@ -193,11 +190,8 @@ def _unpacked(
             _times(less_zero(d, zero, 3, ZERO), factor),
         )
     elif KIND == _MXFP4:
-        planes = e2m1_times(
-            words,
-            mxfp4_factor(scale, _LEVEL, 0), mxfp4_factor(scale, _LEVEL, 1),
-            mxfp4_factor(scale, _LEVEL, 2), mxfp4_factor(scale, _LEVEL, 3),
-        )  # fmt: skip
+        a, b, c, d = mxfp4_factors(scale)
+        planes = e2m1_times(words, a, b, c, d)
     else:
         if KIND == _OTHER:
             planes = UNPACK(words)

@@ -25,16 +25,15 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
     kind,
 )
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
+    MXFP4_POWER,
     e2m1_times,
     e4m3_pair,
     four_side_by_side,
     int8_pair,
-    largest_exponent,
     less_zero,
-    mxfp4_factor,
+    mxfp4_factors,
     nibbles,
     nvfp4_factors,
-    power,
     side_by_side,
 )
 from jaxserve_kernels.target import Target
@@ -94,18 +93,10 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
 
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
-    """A plane is a block. The largest one's power goes onto the sums, the others' relative to it:
-    a block of zeros may have any."""
-    scales = tl.load(scale_ptr)
-    largest = largest_exponent(scales)
-    a, b, c, d = e2m1_times(
-        words,
-        mxfp4_factor(scales, largest, 0),
-        mxfp4_factor(scales, largest, 1),
-        mxfp4_factor(scales, largest, 2),
-        mxfp4_factor(scales, largest, 3),
-    )
-    return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * power(largest)[:, None]
+    """A plane is a block."""
+    a, b, c, d = mxfp4_factors(tl.load(scale_ptr))
+    a, b, c, d = e2m1_times(words, a, b, c, d)
+    return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
 
 
 @triton.jit

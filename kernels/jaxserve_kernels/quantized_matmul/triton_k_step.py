@@ -23,12 +23,10 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     e2m1_times,
     e4m3_pair,
     int8_pair,
-    largest_exponent,
     less_zero,
-    mxfp4_factor,
+    mxfp4_factors,
     nibbles,
     nvfp4_factors,
-    power,
 )
 
 _INT8 = gl.constexpr(INT8.value)
@@ -45,19 +43,15 @@ would read all tokens from shared memory, and a warpgroup reads them once."""
 
 @gluon.jit
 def _planes(words, scales, KIND: gl.constexpr):
-    """Words of codes to bfloat16, plane by plane; of 4-bit floats times their blocks' scales, which
-    `scales` has for the words' rows, of 4-bit integers as `less_zero` takes them."""
+    """Words of codes to bfloat16, plane by plane. 4-bit floats are multiplied by their blocks'
+    scales: `scales` has them, a word for each row. 4-bit integers are as `less_zero` takes them."""
     if KIND == _INT4:
         planes = nibbles(words)
     elif KIND == _NVFP4:  # 2^-8 of what they mean
         a, b, c, d = nvfp4_factors(scales)
         planes = e2m1_times(words, a, b, c, d)
-    elif KIND == _MXFP4:  # relative to the largest of the four
-        largest = largest_exponent(scales)
-        a = mxfp4_factor(scales, largest, 0)
-        b = mxfp4_factor(scales, largest, 1)
-        c = mxfp4_factor(scales, largest, 2)
-        d = mxfp4_factor(scales, largest, 3)
+    elif KIND == _MXFP4:  # relative to MXFP4_POWER
+        a, b, c, d = mxfp4_factors(scales)
         planes = e2m1_times(words, a, b, c, d)
     elif KIND == _INT8:
         planes = int8_pair(words)
@@ -78,17 +72,6 @@ def _plane_less_zero(
         zero = zeros.slice(place * ROWS, ROWS).load(gl.SliceLayout(1, values.type.layout))
         values = less_zero(values, zero, plane, ZERO)
     return values
-
-
-@gluon.jit
-def _scale(
-    scales, place: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr, KIND: gl.constexpr
-):  # fmt: skip
-    """float32 [ROWS] by which sums of a tile or of a group of inputs are multiplied."""
-    scale = scales.slice(place * ROWS, ROWS).load(layout)
-    if KIND == _MXFP4:
-        scale = power(largest_exponent(scale))
-    return scale
 
 
 @gluon.jit
@@ -114,7 +97,7 @@ def add_k_steps(
     halves: gl.constexpr = 2 if KIND == _NVFP4 else 1  # a tile of codes may be 64 inputs
     planes: gl.constexpr = 2 if KIND < _INT4 else 4
     depth: gl.constexpr = 128 // (halves * planes)
-    scaled: gl.constexpr = groups > 0 and KIND != _NVFP4
+    scaled: gl.constexpr = groups > 0 and KIND <= _INT4
     # Planes whose sums are scaled, or added, at once.
     shared: gl.constexpr = planes // groups if scaled else halves * planes
     nothing = gl.zeros_like(acc)
@@ -146,10 +129,8 @@ def add_k_steps(
                 if plane % shared == shared - 1:
                     scale = scale_before
                     if scaled:
-                        scale = _scale(
-                            scales, tile * groups + plane // shared, ROWS, gl.SliceLayout(1, mma),
-                            KIND,
-                        )  # fmt: skip
+                        scale = scales.slice((tile * groups + plane // shared) * ROWS, ROWS)
+                        scale = scale.load(gl.SliceLayout(1, mma))
                     if TOKENS > MOST_BY_A_WARP:
                         if tile + plane // shared > 0:
                             before = warpgroup_mma_wait(shared, deps=[before])

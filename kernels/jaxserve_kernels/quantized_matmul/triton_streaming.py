@@ -17,8 +17,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
-from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4, arrays, kind
+from jaxserve_kernels.quantized_matmul.triton_arguments import (
+    INT4,
+    MXFP4,
+    NO_ZERO,
+    NVFP4,
+    arrays,
+    kind,
+)
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
@@ -26,6 +34,7 @@ from jaxserve_kernels.weights import Quantized
 
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
+_MXFP4 = gl.constexpr(MXFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 
@@ -204,6 +213,8 @@ def accumulate(
         acc *= 64.0  # less_zero
     elif KIND == _NVFP4:
         acc *= (of_rows * 256.0)[:, None]
+    elif KIND == _MXFP4:
+        acc *= MXFP4_POWER
     elif groups == 0:
         acc *= of_rows[:, None]
     return acc

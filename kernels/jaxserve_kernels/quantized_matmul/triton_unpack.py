@@ -10,6 +10,11 @@ import triton.language as tl
 
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO
 
+MXFP4_POWER = tl.constexpr(2.0**64)
+"""MXFP4's powers of two are taken relative to this one. So bfloat16 has a block's values times its
+power exactly if that is from 2^-68 to 2^65. Smaller products are rounded; no weight has a larger
+power."""
+
 
 @triton.jit
 def nibbles(words):
@@ -200,7 +205,20 @@ def largest_exponent(words):
 
 
 @triton.jit
-def mxfp4_factor(words, largest, block: tl.constexpr):
-    """2^126 times the block's power over the largest, as bfloat16 in both halves of a word."""
-    exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
-    return tl.maximum(exponent - largest + 253, 0) * 0x00800080
+def mxfp4_factors(words):
+    """Four E8M0 exponents to powers of two relative to `MXFP4_POWER`, times 2^126: each as bfloat16
+    in both halves of a word.
+
+    A power up to 2^65 has an exponent of up to 254 then, the largest that bfloat16 has.
+    """
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b, c, d, none; mov.b32 none, 0;
+        prmt.b32 a, $4, none, 0x4440; prmt.b32 b, $4, none, 0x4441;
+        prmt.b32 c, $4, none, 0x4442; prmt.b32 d, $4, none, 0x4443;
+        mul.lo.u32 a, a, 0x00800080; mul.lo.u32 b, b, 0x00800080;
+        mul.lo.u32 c, c, 0x00800080; mul.lo.u32 d, d, 0x00800080;
+        add.u32 $0, a, 0x1f001f00; add.u32 $1, b, 0x1f001f00;
+        add.u32 $2, c, 0x1f001f00; add.u32 $3, d, 0x1f001f00; }""",
+        "=&r,=&r,=&r,=&r,r", [words],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
