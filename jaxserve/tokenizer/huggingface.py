@@ -212,7 +212,7 @@ def _check_ids(file: Path, full: tokenizers.Tokenizer) -> None:
         if (used := full.token_to_id(token.content)) != token.id:
             raise ConfigError(
                 f"{file}: the added token {token.content!r} has id {token.id}, where {used} would "
-                "be next: ids must go on from the vocabulary's without a gap"
+                "be next: ids must continue those of the vocabulary without a gap"
             )
 
 
