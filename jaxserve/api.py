@@ -36,11 +36,11 @@ class GuideError(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Guesses of a guided sequence's next tokens, and what may follow each of them."""
+    """Drafts of a guided sequence's next tokens, and the masks after each of them."""
 
     drafts: tuple[int, ...] = ()
     forced: int = 0
-    """So many first ones are all that the grammar allows there."""
+    """This many first drafts are forced: at their positions the grammar allows no other token."""
     masks: tuple[bytes, ...] = ()
     """For each draft, the mask of the token after it."""
 
@@ -50,7 +50,7 @@ class GuideState(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether `mask` is the next token's. False after `advance` until it is computed."""
+        """Whether `mask` is that of the next token. False after `advance` until it is computed."""
         ...
 
     @property
@@ -60,8 +60,8 @@ class GuideState(Protocol):
 
     @property
     def following(self) -> bytes | None:
-        """The mask of the token after the next one, where it is the same whatever the next one is:
-        then a sequence need not wait for that. None where the next one decides."""
+        """The mask of the token after the next one, if it does not depend on the next one. Then the
+        sequence need not wait for the next token. None if it depends."""
         ...
 
     @property
@@ -71,20 +71,21 @@ class GuideState(Protocol):
 
     @property
     def ahead(self) -> Ahead:
-        """Of the tokens after those reported, as far as it was asked for; valid like `mask`."""
+        """The drafts after the reported tokens, up to the requested number. Valid whenever `mask`
+        is."""
         ...
 
     def advance(self, *tokens: int, drafts: Sequence[int] = (), most: int = 0) -> None:
-        """Report the sequence's next tokens, which the masks allowed. Returns at once.
+        """Reports the sequence's next tokens, which the masks allowed. Returns at once.
 
         Args:
-          drafts: guesses of the tokens after them. They need not be allowed.
-          most: drafts that `ahead` may have; forced ones are found without a guess.
+          drafts: guesses of the following tokens. The grammar need not allow them.
+          most: the most drafts in `ahead`. Forced drafts need no guess.
         """
         ...
 
     def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until the mask is ready. Returns whether it is."""
+        """Waits at most `timeout` seconds until the mask is ready. Returns whether it is."""
         ...
 
 
@@ -92,7 +93,7 @@ class Guide(Protocol):
     """A compiled grammar that sequences follow (structured output, forced tool calls)."""
 
     def start(self) -> GuideState:
-        """Returns the state at the beginning of the grammar, ready."""
+        """Returns the state at the beginning of the grammar, with its mask ready."""
         ...
 
 
@@ -126,7 +127,7 @@ class SamplingParams:
     logprobs: int | None = None
     """n: report the sampled token's logprob and the n most likely (n <= 20). None: report none."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first. Such a prompt uses no cached prefix."""
+    """As `logprobs`, for each prompt token but the first. Such a prompt uses no cached prefix."""
     guide: Guide | None = None
     """The grammar of the output. Its end tokens must be among the stop tokens."""
 
@@ -152,10 +153,9 @@ class Request:
     e2e_slo: float | None = None
     """Deadline of the whole answer in seconds from arrival; None: no deadline."""
     tenant: str = ""
-    """The account that a fair policy serves equally with others."""
+    """The account that a fair policy serves as much as any other."""
     predicted: tuple[int, ...] = ()
-    """What the client expects as output, or much of it. It changes no token, only how soon they
-    come."""
+    """The output that the client predicts, or parts of it. It changes no token, only the speed."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -205,15 +205,15 @@ class TokenEvent(NamedTuple):
     start: Start | None = None
     """Set on the event with the first token."""
     preemptions: int = 0
-    """How often the sequence was preempted; set on the event that ends it with a token."""
+    """Number of preemptions; set on the event that ends the sequence with a token."""
     weights: int = 0
     """The version of the weights that computed the token; see WeightState."""
     restored_tokens: int = 0
-    """Of `cached_tokens`, those that came back from below the device for this sequence."""
+    """The part of `cached_tokens` that was loaded from lower tiers for this sequence."""
 
 
 class Rejected(ValueError):
-    """The request can never be served here; the message states the numbers (HTTP 400)."""
+    """The engine can never serve the request. The message has the numbers (HTTP 400)."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -227,19 +227,19 @@ class Overloaded(RuntimeError):
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds."""
+        """Seconds after which the client may retry."""
 
 
 class DeadlineMissed(Overloaded):
-    """The first token cannot come before the request's deadline (HTTP 503)."""
+    """The first token cannot arrive before the request's deadline (HTTP 503)."""
 
 
 class EngineFailed(RuntimeError):
-    """The engine thread died; it generates nothing more."""
+    """The engine thread died. It generates no more tokens."""
 
 
 class ReaderTooSlow(EngineFailed):
-    """The client did not read its answer, which was dropped (HTTP 408)."""
+    """The client did not read its answer, so the answer was dropped (HTTP 408)."""
 
 
 class EngineLimits(NamedTuple):
@@ -260,7 +260,7 @@ class EngineStatus(NamedTuple):
     phase: str
     """starting | loading | compiling | serving | draining | failed"""
     progress: float
-    """Of the start-up, 0 to 1."""
+    """Progress of the start-up, 0 to 1."""
     running: int
     waiting: int
     free_pages: int
@@ -271,67 +271,67 @@ class EngineStatus(NamedTuple):
 
 
 class Running(StrEnum):
-    """What becomes of running sequences when the weights change."""
+    """What happens to running sequences when the weights change."""
 
     DRAIN = "drain"
-    """They end with the old weights first; others wait."""
+    """Running sequences end first, with the old weights. Waiting sequences keep waiting."""
     RESTART = "restart"
-    """What they have is computed again with the new weights; they go on from there."""
+    """Running sequences are recomputed with the new weights and then continue."""
     CONTINUE = "continue"
-    """They go on with the keys and values that the old weights computed."""
+    """Running sequences continue with the keys and values of the old weights."""
 
 
 class WeightChange(NamedTuple):
-    """Which weights to load, and how."""
+    """The weights to load, and how to load them."""
 
     model: str
-    """A folder, or whatever --model takes."""
+    """A folder, or any other value of --model."""
     step: int | None = None
-    """Of a folder of Orbax checkpoints; None: the newest complete one."""
+    """Step of a folder of Orbax checkpoints; None: the newest complete one."""
     running: Running = Running.DRAIN
     in_place: bool = False
-    """Stage the weights in the host's memory and replace the old ones array by array: for a device
-    without room for both. Steps wait for as long as the copy takes."""
+    """Stage the weights in host memory and replace the old ones array by array, for a device
+    without room for both. No step runs during the copy."""
 
 
 class WeightsChanged(NamedTuple):
-    """What a change took."""
+    """The result of a change of weights."""
 
     version: int
     load_seconds: float
-    """From the call until the new weights were loaded."""
+    """Seconds from the call until the new weights were loaded."""
     gap_seconds: float
-    """For which no step ran."""
+    """Seconds in which no step ran."""
 
 
 class WeightState(NamedTuple):
-    """The weights that are served."""
+    """The served weights."""
 
     version: int
-    """0 at start; every change adds 1."""
+    """0 at start; each change adds 1."""
     model: str
-    """Where they came from."""
+    """The source of the weights."""
     paused: bool
     sleeping: bool
 
 
 class WeightsRefused(ValueError):
-    """The weights cannot be loaded or do not fit; those that were served still are (HTTP 400)."""
+    """The weights cannot be loaded or do not fit. The old ones are still served (HTTP 400)."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """The engine as the HTTP server sees it. Call it on the event loop's thread only."""
+    """The engine's interface for the HTTP server. Call it only on the event loop's thread."""
 
     @property
     def limits(self) -> EngineLimits: ...
 
     def status(self) -> EngineStatus:
-        """Returns a snapshot. May be called on any thread, and so may `weights`."""
+        """Returns a snapshot. Any thread may call this, and `weights`."""
         ...
 
     def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
-        """Submit a request and stream its events.
+        """Submits a request and streams its events.
 
         Each item holds the events since the previous item: those of one step, or of several if the
         caller was slow. The iterator ends after the event whose `finish` is set. Closing it early
@@ -343,10 +343,10 @@ class Engine(Protocol):
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Running sequences keep their pages."""
+        """Empties the prefix cache. Running sequences keep their pages."""
         ...
 
-    # For people who watch. Costs the engine's thread nothing.
+    # For people who watch the engine. They cost the engine thread nothing.
 
     def steps_since(self, number: int) -> list[StepView]:
         """Returns the finished steps after step `number`: the newest few dozen at most."""
@@ -358,15 +358,15 @@ class Engine(Protocol):
         ...
 
     def bucket_seconds(self) -> Mapping[str, Mapping[int, float]]:
-        """Returns the seconds of each bucket that the start measured, by kind and size; empty
-        without such times."""
+        """Returns the seconds of each bucket as measured at start, by kind and size; empty if they
+        were not measured."""
         ...
 
     @property
     def weights(self) -> WeightState: ...
 
     async def change_weights(self, change: WeightChange) -> WeightsChanged:
-        """Load other weights of the same shapes, and serve with them from a step on.
+        """Loads other weights of the same shapes, and serves them from some step on.
 
         Raises:
           WeightsRefused: nothing has changed.
@@ -375,20 +375,20 @@ class Engine(Protocol):
         ...
 
     async def pause(self, *, finish: bool = False) -> None:
-        """Run no steps until `resume`. Requests are accepted and wait.
+        """Runs no steps until `resume`. New requests are accepted and wait.
 
         Args:
-          finish: running sequences end first; otherwise they stay as they are.
+          finish: let running sequences end first. Otherwise they stay as they are.
         """
         ...
 
     async def resume(self) -> None: ...
 
     async def sleep(self, *, drop_weights: bool = False) -> None:
-        """Pause, and free the KV cache; running sequences will be computed again. Weights that are
-        dropped are loaded again when the engine wakes."""
+        """Pauses and frees the KV cache. Running sequences will be recomputed. Dropped weights are
+        loaded again when the engine wakes."""
         ...
 
     async def wake(self) -> None:
-        """Undo `sleep`. Raises WeightsRefused if dropped weights cannot be loaded again."""
+        """Undoes `sleep`. Raises WeightsRefused if dropped weights cannot be loaded again."""
         ...

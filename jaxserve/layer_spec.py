@@ -1,6 +1,6 @@
 """The shape of one decoder layer as data: attention, delta nets, feed-forwards. No I/O, no arrays.
 
-`jaxserve.model_spec` makes models of layers.
+`jaxserve.model_spec` combines layers to models.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Context extension of Llama 3.1: slow rotations are divided by `factor`, fast ones kept,
-    those between are blended. Bounds are in rotations over the original context."""
+    """Context extension of Llama 3.1. It divides slow rotations by `factor`, keeps fast ones, and
+    blends those between. Bounds are in rotations over the original context."""
 
     factor: float
     low_freq_factor: float
@@ -45,7 +45,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN context extension (Peng et al. 2023, arXiv 2309.00071), as Hugging Face names it."""
+    """YaRN context extension (Peng et al. 2023, arXiv 2309.00071), with Hugging Face's field
+    names."""
 
     factor: float
     original_max_position: int
@@ -55,7 +56,7 @@ class YarnScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    """The bounds between fast and slow rotations are whole pairs."""
+    """Whether the bounds between fast and slow rotations are rounded to whole pairs."""
 
     def __post_init__(self) -> None:
         if self.factor < 1.0:
@@ -63,8 +64,9 @@ class YarnScaling:
 
     @property
     def score_scale(self) -> float:
-        """Factor on the rotated queries and keys: 0.1 ln(factor) + 1 unless given, or the ratio of
-        that with each logarithm times `mscale` and `mscale_all_dim`, as DeepSeek's models have."""
+        """Factor on the rotated queries and keys: `attention_factor` if given, else 0.1 ln(factor)
+        + 1. With `mscale` and `mscale_all_dim`, as in DeepSeek's models, it is the ratio of two
+        such terms, each with its logarithm times one of the two."""
         if self.attention_factor is not None:
             return self.attention_factor
         log = 0.1 * math.log(self.factor)
@@ -75,14 +77,14 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding (arXiv 2104.09864) of the pairs (i, i + r / 2) among the first r
-    elements of a head: all, or a fraction of them."""
+    """Rotary position embedding (arXiv 2104.09864). It rotates the pairs (i, i + r / 2) of the
+    first r elements of a head. r is the head size, or a fraction of it."""
 
     theta: float = 10_000.0
     """Base of the frequencies."""
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     fraction: float = 1.0
-    """Elements beyond it pass through."""
+    """Share of a head's elements that is rotated. The others pass through unchanged."""
 
     def rotated(self, head_dim: int) -> int:
         """Returns how many elements of a head are rotated."""
@@ -102,14 +104,14 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     window: int | None = None
-    """Keys that a query sees, its own among them; None: all."""
+    """Keys that a query sees, its own included; None: all keys."""
     scale: float | None = None
     """Factor on scores; None: head_dim ** -0.5."""
     sinks: bool = False
-    """Each query head has one more score, beside those of the keys, with a value of 0."""
+    """Each query head has an additional score, whose value vector is 0."""
     gated: bool = False
-    """The projection of a head's query has as many rows again behind it, for a gate: the head's
-    result is multiplied by its sigmoid."""
+    """The query projection has an additional gate for each query element. The head's result is
+    multiplied by the sigmoid of the gate."""
 
     def __post_init__(self) -> None:
         if self.q_heads % self.kv_heads:
@@ -140,11 +142,11 @@ class AttentionSpec:
 
     @property
     def qkv_size(self) -> int:
-        """Queries, with their gates if they have some, keys and values of a token."""
+        """Elements of a token's queries, gates if any, keys and values."""
         return self.q_size * (1 + self.gated) + 2 * self.kv_size
 
     def num_params(self, embed: int) -> int:
-        """Of a model whose hidden states have `embed` elements."""
+        """Parameters of the attention, with hidden states of `embed` elements."""
         return (
             self.qkv_size * (embed + self.qkv_bias)
             + (self.q_size + self.out_bias) * embed
@@ -155,18 +157,18 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetSpec:
-    """Linear attention by the gated delta rule behind a causal convolution (Yang et al. 2024, arXiv
-    2412.06464). Key head j serves the value heads j * n to j * n + n - 1, where there are n times
-    as many of these."""
+    """Linear attention by the gated delta rule after a causal convolution (Yang et al. 2024, arXiv
+    2412.06464). If there are n value heads per key head, key head j serves the value heads j * n to
+    j * n + n - 1."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
-    """Inputs that the convolution sees, the own one among them."""
+    """Inputs that the convolution sees, the current one included."""
     block: int = 64
-    """Tokens of a prompt that are computed at once, from each of its multiples on."""
+    """Tokens of a prompt that are computed together. Blocks begin at multiples of this number."""
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -186,11 +188,11 @@ class DeltaNetSpec:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values of a token."""
+        """Channels of the convolution: queries, keys and values of a token."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     def num_params(self, embed: int) -> int:
-        """Of a model whose hidden states have `embed` elements."""
+        """Parameters of the delta net, with hidden states of `embed` elements."""
         return (
             (self.channels + 2 * self.values + 2 * self.value_heads) * embed
             + self.channels * self.conv_width
@@ -200,10 +202,10 @@ class DeltaNetSpec:
 
 
 type Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate; GELU by its approximation with tanh."""
+"""Activation of the gate. GELU uses the tanh approximation."""
 
 type ExpertActivation = Activation | Literal["swiglu_oss"]
-"""As those, and gpt-oss's: gate and up are clamped, and up is increased by 1."""
+"""The above, or that of gpt-oss: it clamps gate and up, and adds 1 to up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,35 +213,36 @@ class FeedForwardSpec:
     """down(activation(gate(x)) * up(x)): SwiGLU and GeGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     width: int
-    """Outputs of gate and of up."""
+    """Output size of gate, and of up."""
     activation: Activation = "silu"
     bias: bool = False
-    """Of all three matrices."""
+    """Whether all three matrices have biases."""
 
     def num_params(self, embed: int) -> int:
-        """Of a model whose hidden states have `embed` elements."""
+        """Parameters of the feed-forward, with hidden states of `embed` elements."""
         return 3 * embed * self.width + (2 * self.width + embed) * self.bias
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts: a router chooses `top_k` gated feed-forwards for each token, whose
-    results are added, each times the router's weight (Shazeer et al. 2017, arXiv 1701.06538)."""
+    """A mixture of experts. A router chooses `top_k` gated feed-forwards for each token. Their
+    results are added with the router's weights (Shazeer et al. 2017, arXiv 1701.06538)."""
 
     num_experts: int
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     width: int
-    """Outputs of gate and of up of one expert."""
+    """Output size of gate, and of up, of one expert."""
     normalize: bool
-    """The weights of a token's experts, a softmax over all, are divided by their sum."""
+    """Whether the weights of a token's experts, from a softmax over all experts, are divided by
+    their sum."""
     activation: ExpertActivation = "silu"
     bias: bool = False
-    """Of all matrices of the experts."""
+    """Whether all matrices of the experts have biases."""
     router_bias: bool = False
     shared_width: int = 0
-    """Outputs of gate and of up of one more expert, which every token has, times the sigmoid of a
-    score of its own; 0: there is none."""
+    """Output size of gate, and of up, of a shared expert; 0: there is none. Every token uses the
+    shared expert, times the sigmoid of a score of its own."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.num_experts:
@@ -248,8 +251,8 @@ class ExpertsSpec:
             )
 
     def num_params(self, embed: int, experts: int | None = None) -> int:
-        """Of a model whose hidden states have `embed` elements: with all experts, or with so
-        many."""
+        """Parameters of the layer's experts, with hidden states of `embed` elements. Counts all
+        experts, or `experts` of them."""
         each = 3 * embed * self.width + (2 * self.width + embed) * self.bias
         router = self.num_experts * (embed + self.router_bias)
         shared = (3 * self.shared_width + 1) * embed if self.shared_width else 0
@@ -271,23 +274,23 @@ class LayerSpec:
 
     @property
     def mixer(self) -> AttentionSpec | DeltaNetSpec:
-        """What reads other tokens."""
+        """The part of the layer that reads other tokens."""
         mixer = self.attention or self.delta_net
         assert mixer is not None
         return mixer
 
     @property
     def mixed(self) -> int:
-        """Elements of a token that the mixer gives to the output projection."""
+        """Elements per token that the mixer passes to the output projection."""
         mixer = self.mixer
         return mixer.q_size if isinstance(mixer, AttentionSpec) else mixer.values
 
     def num_params(self, embed: int) -> int:
-        """Of a model whose hidden states have `embed` elements."""
+        """Parameters of the layer, with hidden states of `embed` elements."""
         return self.mixer.num_params(embed) + self.feed_forward.num_params(embed) + 2 * embed
 
     def unused_params(self, embed: int) -> int:
-        """Parameters of the experts that a token does not have."""
+        """Parameters of the experts that a token does not use."""
         if not isinstance(self.feed_forward, ExpertsSpec):
             return 0
         every = self.feed_forward.num_params(embed)

@@ -1,7 +1,6 @@
-"""The engine as a library, in the process of whoever trains: `jaxserve.Engine`.
+"""The engine as a library in the process of a trainer: `jaxserve.Engine`.
 
-An event loop on a thread of its own drives the engine; the methods here may be called from any
-other thread.
+An event loop on its own thread drives the engine. Any other thread may call the methods here.
 """
 
 from __future__ import annotations
@@ -44,49 +43,50 @@ type Prompt = str | Sequence[int]
 
 
 class Output(NamedTuple):
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """Sampled token ids; the stop token is the last of them, if one was sampled."""
+    """Sampled token ids, including a stop token at the end."""
     text: str
-    """Without the stop token."""
+    """The text without the stop token."""
     finish: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None
-    """Of each sampled token, if they were asked for."""
+    """Logprobs of each sampled token, if requested."""
     prompt_logprobs: tuple[PromptLogprobs, ...] | None
-    """Of each prompt token but the first, if they were asked for."""
+    """Logprobs of each prompt token but the first, if requested."""
     weights: tuple[int, ...]
-    """The versions of the weights that computed the tokens."""
+    """Versions of the weights that computed the tokens."""
 
 
 class Engine:
-    """Serves one model in this process; use it in a `with` statement, or call `close`."""
+    """Serves one model in this process. Use it in a `with` statement, or call `close`."""
 
     def __init__(self, model: str | None = None, **flags: Any):
-        """Load a model and compile its steps, or load them if they are kept.
+        """Loads a model, and compiles its steps or loads them from the cache.
 
         Args:
-          model: as --model; the embedded model without it.
-          flags: the flags of serving, with underscores: `max_model_len=2048`, `dtype="float32"`,
-            `enable_prefix_caching=False`. On a GPU `gpu_memory_utilization` says what is left for
-            the trainer.
+          model: as --model; None: the embedded model.
+          flags: flags of serving, with underscores: `max_model_len=2048`, `dtype="float32"`,
+            `enable_prefix_caching=False`. On a GPU, `gpu_memory_utilization` decides how much
+            memory
+            is left for the trainer.
 
         Raises:
-          ConfigError, CheckpointError: one line.
+          ConfigError, CheckpointError: the start failed; the message is one line.
         """
         self._open(parse_args([*(("--model", model) if model else ()), *flags_of(flags)]))
 
     @classmethod
     def of_options(cls, options: Options) -> Engine:
-        """Returns the engine of a parsed command line. Raises as the constructor."""
+        """Returns the engine of a parsed command line. Raises like the constructor."""
         engine = cls.__new__(cls)
         engine._open(options)
         return engine
 
     def _open(self, options: Options) -> None:
         prepare(options.gpu_memory_utilization)
-        from jaxserve.runner.runner import Pending  # imports jax, which reads what `prepare` set
+        from jaxserve.runner.runner import Pending  # imports jax: not before `prepare`
         from jaxserve.startup.build import build_parts
 
         self._source = source = find_model(options)
@@ -127,7 +127,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the engine. Requests that have not ended get an error."""
+        """Ends the engine. Unfinished requests get an error."""
         if self._loop.is_running():
             self._wait(self._engine.stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -141,10 +141,10 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Output]:
-        """Returns what comes of each prompt, all computed together.
+        """Returns the output of each prompt. All prompts are computed together.
 
         Args:
-          params: of all prompts, or of each. The model's end tokens stop, too.
+          params: for all prompts, or one per prompt. The model's end tokens are stop tokens too.
 
         Raises:
           Rejected, Overloaded, EngineFailed: see `api.Engine.generate`.
@@ -153,16 +153,16 @@ class Engine:
         return self._wait(self._all(prompts, each))
 
     async def stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[TokenEvent]:
-        """Yields a prompt's events as they come, on the caller's event loop. Closing the iterator
-        ends the sequence. Raises as `generate`."""
+        """Yields a prompt's events as they arrive, on the caller's event loop. Closing the iterator
+        ends the sequence. Raises like `generate`."""
         async with aclosing(self.submit(self._request(prompt, params))) as steps:
             async for events in steps:
                 for event in events:
                     yield event
 
     async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent]]:
-        """`api.Engine.generate` on the caller's event loop: the request as it is, without the
-        model's end tokens."""
+        """Runs `api.Engine.generate` on the caller's event loop. It does not add the model's end
+        tokens."""
         caller = asyncio.get_running_loop()
         queue: asyncio.Queue[list[TokenEvent] | BaseException | None] = asyncio.Queue()
 
@@ -186,7 +186,8 @@ class Engine:
             forwarding.cancel()
 
     def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
-        """Returns the log probability of each prompt token but the first, given those before."""
+        """Returns the log probability of each prompt token but the first, given the tokens before
+        it."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self.generate(prompts, params)
         return [[each.logprob for each in output.prompt_logprobs or ()] for output in outputs]
@@ -207,7 +208,7 @@ class Engine:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page of the KV cache: what shares a prefix is whole pages."""
+        """Tokens per page of the KV cache. Sequences share whole pages of a prefix."""
         occupancy = self._engine.occupancy(1)
         assert occupancy is not None, "the engine serves"
         return occupancy.pages.page_size
@@ -221,11 +222,11 @@ class Engine:
     def update_weights(
         self, tree: Mapping[Any, Any], running: Running = Running.DRAIN
     ) -> WeightsChanged:
-        """Serve with a trainer's weights from a step on. They stay on the device.
+        """Serves a trainer's weights from some step on. The weights stay on the device.
 
         Args:
           tree: the `parameters` of a model of `jaxserve.flax`, or arrays by Hugging Face's names.
-          running: what becomes of running sequences.
+          running: what happens to running sequences.
 
         Raises:
           WeightsRefused: the engine's weights are quantised, or the tree does not fit.
@@ -250,7 +251,7 @@ class Engine:
         return self._wait(self._engine.use_weights(partial(runner.use_params, params), running))
 
     def load_weights(self, change: WeightChange) -> WeightsChanged:
-        """Serve with weights from files. Raises WeightsRefused."""
+        """Serves weights from files. Raises WeightsRefused."""
         return self._wait(self._engine.change_weights(change))
 
     def pause(self, *, finish: bool = False) -> None:
@@ -261,7 +262,7 @@ class Engine:
         self._wait(self._engine.resume())
 
     def sleep(self, *, drop_weights: bool = False) -> None:
-        """Free the KV cache, and the weights if told to, for the trainer's step."""
+        """Frees the KV cache, and the weights if `drop_weights`, for the trainer's step."""
         self._wait(self._engine.sleep(drop_weights=drop_weights))
 
     def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""Load on any OpenAI-compatible server, measured from the time each request was meant to be sent.
+"""A load generator for any OpenAI-compatible server. Latencies count from the intended send time.
 
-Runs in a process of its own and knows nothing of the engine: it sees HTTP.
+It runs in its own process, uses only HTTP, and does not depend on the engine.
 """

@@ -1,4 +1,4 @@
-"""When requests are meant to be sent: a schedule made before the run, so that nothing delays it."""
+"""Schedules of send times. They are made before the run, so that nothing delays them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Segment(NamedTuple):
-    """A rate that goes in a straight line from `start` to `end` requests/s over `seconds`."""
+    """A rate that changes linearly from `start` to `end` requests/s over `seconds`."""
 
     seconds: float
     start: float
@@ -22,7 +22,7 @@ class Segment(NamedTuple):
         return self.seconds * (self.start + self.end) / 2
 
     def when(self, requests: float) -> float:
-        """Seconds into the segment at which that many requests are expected to have arrived."""
+        """Returns the time in the segment at which `requests` arrivals are expected, in seconds."""
         slope = (self.end - self.start) / self.seconds
         if slope == 0:
             return requests / self.start
@@ -30,25 +30,25 @@ class Segment(NamedTuple):
 
 
 def constant_rate(rate: float, seconds: float) -> list[Segment]:
-    """Requests per second that stay the same for so many seconds."""
+    """Returns a constant rate in requests per second."""
     return [Segment(seconds, rate, rate)]
 
 
 def ramp(start: float, end: float, seconds: float) -> list[Segment]:
-    """Requests per second that go from one rate to another in a line."""
+    """Returns a rate that changes linearly, in requests per second."""
     return [Segment(seconds, start, end)]
 
 
 def steps(rates: Sequence[float], seconds: float) -> list[Segment]:
-    """Each rate for an equal part of the time."""
+    """Returns the rates one after another, each for an equal part of the time."""
     return [Segment(seconds / len(rates), rate, rate) for rate in rates]
 
 
 def schedule(segments: Sequence[Segment], *, burstiness: float, seed: int) -> list[float]:
-    """Arrival times in seconds from the start of the run.
+    """Returns arrival times in seconds from the start of the run.
 
-    A renewal process of unit rate is stretched by the expected number of arrivals, so the rate may
-    change while the gaps keep their kind.
+    They are a renewal process of unit rate, stretched by the expected number of arrivals. So the
+    rate may change while the distribution of the gaps stays the same.
 
     Args:
       burstiness: shape of the gamma-distributed gaps, as in `vllm bench serve`: 1 is Poisson,
@@ -69,7 +69,7 @@ def schedule(segments: Sequence[Segment], *, burstiness: float, seed: int) -> li
 
 
 def _unit_arrivals(burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """Arrivals with gaps of mean 1; evenly spaced ones begin half a gap in."""
+    """Yields arrivals with gaps of mean 1. Evenly spaced ones begin half a gap in."""
     if math.isinf(burstiness):
         count = 0
         while True:

@@ -14,28 +14,28 @@ from jaxserve.bench.records import Outcome, Record
 from jaxserve.bench.traffic import Prompt, Slo
 
 _OUTPUT = ("content", "reasoning_content", "reasoning", "tool_calls")
-"""Parts of a chat delta that are output; a role alone is not a first token."""
+"""Parts of a chat delta that are output. A delta with only a role is not a first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server, and how it is asked."""
+    """The server, and the form of requests to it."""
 
     url: str
     model: str
     endpoint: str = "completions"
-    """completions or chat."""
+    """`completions` or `chat`."""
     ignore_eos: bool = True
-    """Ask for exactly the drawn number of tokens; servers without the field ignore it."""
+    """Ask for exactly the drawn number of tokens. Servers without the field ignore it."""
     timeout: float = 600.0
-    """Seconds after the request was sent."""
+    """Seconds from the sending of a request to its timeout."""
     api_key: str | None = None
     slo_headers: bool = False
     """Send each request's limits as `x-slo-ttft-ms`, `x-slo-tpot-ms` and `x-slo-e2e-ms`."""
 
 
 class Client:
-    """Sends prompts over one connection pool without a limit; a limit would be a hidden queue."""
+    """Sends prompts over one connection pool without a limit, which would be a hidden queue."""
 
     def __init__(self, target: Target, session: aiohttp.ClientSession, clock: Callable[[], float]):
         self._target = target
@@ -45,7 +45,7 @@ class Client:
         self._endpoint = f"{target.url}/v1/{path}"
 
     async def send(self, prompt: Prompt, record: Record, slo: Slo) -> None:
-        """Send now and fill in the record; never raises for what the server does."""
+        """Sends a prompt now and fills in the record. Never raises for errors of the server."""
         body = json.dumps(_body(self._target, prompt)).encode()
         seconds = self._target.timeout
         timeout = aiohttp.ClientTimeout(total=seconds if math.isfinite(seconds) else None)
@@ -65,7 +65,7 @@ class Client:
             record.outcome = Outcome.TIMED_OUT
             record.error = f"no end after {self._target.timeout:g} s"
         except (aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError) as error:
-            # The last three: what it sent is no chunk of a completion.
+            # The last three: the data of the server is not a completion chunk.
             record.outcome = Outcome.FAILED
             record.error = f"{type(error).__name__}: {error}"
 
@@ -75,7 +75,7 @@ class Client:
         try:
             async for line in reply.content:
                 if not line.startswith(b"data:"):
-                    continue  # between events, or a comment that keeps the connection alive
+                    continue  # an empty line between events, or a keep-alive comment
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     ended = True
@@ -89,7 +89,7 @@ class Client:
                 if any(_has_output(choice) for choice in chunk.get("choices") or ()):
                     record.token_times.append(now)
                 usage = chunk.get("usage") or usage
-        finally:  # what a lost request had got is told too
+        finally:  # also report the output of a lost request
             record.output_tokens = usage.get("completion_tokens") or len(record.token_times)
         record.prompt_tokens = usage.get("prompt_tokens") or record.prompt_tokens
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -101,12 +101,12 @@ class Client:
 
 
 def _error(answer: dict[str, Any]) -> Any:
-    """The error that a chunk or a body is: OpenAI's and vLLM's is nested, SGLang's may be flat."""
+    """Returns the error in a chunk or a body. OpenAI and vLLM nest it; SGLang may not."""
     return answer.get("error") or (answer if answer.get("object") == "error" else None)
 
 
 def _is_shed(error: Any) -> bool:
-    """Whether an error in a stream says what the status would, had nothing been sent before."""
+    """Returns whether an error in a stream means that the server refused the request."""
     if not isinstance(error, dict):
         return False
     kinds = ("rate_limit_error", "service_unavailable_error", "overloaded_error")
@@ -114,7 +114,7 @@ def _is_shed(error: Any) -> bool:
 
 
 def _message(body: str) -> str:
-    """Of an error in one of the known forms, or all that was sent."""
+    """Returns the message of an error in a known format, else the whole body."""
     try:
         error = _error(json.loads(body))
         return error if isinstance(error, str) else str(error["message"])
@@ -123,9 +123,10 @@ def _message(body: str) -> str:
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
-    """Completions: every chunk is output (random tokens may be text that is not complete yet).
+    """Returns whether a chunk has output. In completions every chunk has, because random tokens may
+    form text that is not complete yet.
 
-    Chat: the same, but empty text beside a role announces the message and is no token.
+    In chats too, except for empty text beside a role, which only announces the message.
     """
     delta = choice.get("delta")
     if delta is None:
@@ -169,9 +170,10 @@ def _headers(target: Target, slo: Slo) -> dict[str, str]:
 async def served_model(
     session: aiohttp.ClientSession, url: str, api_key: str | None, wanted: str | None
 ) -> tuple[str, int | None]:
-    """The model to ask for, `wanted` or the first that the server names, and its context length.
+    """Returns the model to request and its context length. The model is `wanted`, or the first one
+    that the server names.
 
-    The length is None where the server does not say (`max_model_len`, as vLLM has it).
+    The length is None if the server does not report it (vLLM's field `max_model_len`).
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with session.get(f"{url}/v1/models", headers=headers) as reply:

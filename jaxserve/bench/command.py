@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
 
 
 def main(argv: list[str]) -> int:
-    """Run a benchmark or compare result files; returns the exit status."""
+    """Runs a benchmark or compares result files. Returns the exit status."""
     if argv[:1] == ["compare"]:
         return _compare(argv[1:])
     args = _parse(argv)
@@ -69,7 +69,7 @@ def _experiments(args: argparse.Namespace) -> list[Experiment]:
     flags = {key: value for key, value in vars(args).items() if key not in own}
     for path in (args.output, args.csv, args.html):
         if path is not None:
-            results.check_writable(path)  # said before the run, not after it, as a missing library
+            results.check_writable(path)  # reports a bad path before the run, not after it
     if args.html:
         _report_module()
     if args.config:
@@ -83,7 +83,7 @@ async def _run(
     points: list[dict[str, Any]],
     args: argparse.Namespace,
 ) -> None:
-    """Append each point as soon as there is one; an interrupted one is the last."""
+    """Appends each point as soon as it exists. An interrupted point is the last one."""
     for number, experiment in enumerate(experiments, start=1):
         title = f"{experiment.name} ({number} of {len(experiments)})"
         console.print(f"{title}: {experiment.url}", highlight=False, markup=False)
@@ -91,13 +91,13 @@ async def _run(
         tables.print_point(console, points[-1])
         if points[-1]["interrupted"]:
             return
-        if args.output and number < len(experiments):  # what may come to lose the others
+        if args.output and number < len(experiments):  # a later failure must not lose these
             results.write(args.output, _as_json(points))
 
 
 @contextlib.asynccontextmanager
 async def _watched(run: Run, console: Console, title: str) -> AsyncGenerator[None]:
-    """Shown while it lasts; Ctrl-C ends it, and keeps what there is."""
+    """Shows the run while it lasts. Ctrl-C ends it and keeps its results."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, run.interrupt)
     try:
@@ -112,7 +112,7 @@ def _as_json(points: list[dict[str, Any]]) -> str:
 
 
 def _report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
-    """Write the files that were asked for: all that can be."""
+    """Writes the requested files, as many as possible. Returns the exit status."""
     status = 0
     for path, text in (
         (args.output, lambda: _as_json(points)),
@@ -134,7 +134,7 @@ def _page(path: Path, points: list[dict[str, Any]]) -> str:
 
 
 def _report_module() -> Any:
-    """The page of plots needs matplotlib, which serving does not."""
+    """Imports the report page, which needs matplotlib; serving does not."""
     try:
         from jaxserve.bench import report
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Run one experiment: start its server if it has one, load it, sum up."""
+"""Runs one experiment: starts its server if it has one, loads it, and sums up."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _SERVER_START_SECONDS = 600.0
 
 
 class ServerNotReady(RuntimeError):
-    """The server could not be reached; the message says what was tried."""
+    """The server could not be reached. The message says what was tried."""
 
 
 async def run_experiment(
     experiment: Experiment, watch: Callable[[Run], contextlib.AbstractAsyncContextManager[None]]
 ) -> dict[str, Any]:
-    """One point of a result file.
+    """Runs one experiment. Returns its point in a result file.
 
     Args:
       watch: shows the run while it lasts.
 
     Raises:
-      ServerNotReady, and ValueError for settings that do not go together.
+      ServerNotReady: the server could not be reached.
+      ValueError: settings conflict.
     """
     trace = (
         traffic.read_trace(experiment.trace, _content(experiment), experiment.content_seed)
@@ -106,7 +107,7 @@ def _classes(experiment: Experiment) -> tuple[TrafficClass, ...]:
 
 def _slos(experiment: Experiment) -> dict[str, Slo]:
     slos = {each.name: each.slo for each in _classes(experiment)}
-    if experiment.trace:  # a trace names its own classes; those of the study keep their limits
+    if experiment.trace:  # a trace names its own classes; known ones keep their limits
         study = traffic.with_slo(traffic.STUDY, experiment.slo)
         slos = {each.name: each.slo for each in study} | {"trace": traffic.STRICT}
     return slos
@@ -124,7 +125,7 @@ def _content(experiment: Experiment) -> Content:
 def _check_lengths(
     experiment: Experiment, trace: list[TraceEntry] | None, model: str, room: int | None
 ) -> None:
-    """ValueError if the server would have to refuse the longest requests."""
+    """Raises ValueError if the server would have to refuse the longest requests."""
     if trace is not None:
         longest = max(entry.prompt.prompt_tokens + entry.prompt.output_tokens for entry in trace)
     else:
@@ -142,7 +143,7 @@ def _check_lengths(
 
 
 async def _target(experiment: Experiment) -> tuple[Target, int | None]:
-    """Whom to ask, and the most tokens that the server says a sequence may have."""
+    """Returns the target, and the longest sequence that the server reports, in tokens."""
     url = _base(experiment)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
@@ -170,13 +171,13 @@ async def _target(experiment: Experiment) -> tuple[Target, int | None]:
 
 
 def _base(experiment: Experiment) -> str:
-    """Of the server's URL, which many write with the /v1 that OpenAI's client needs."""
+    """Returns the server's URL without a trailing /v1, which OpenAI's client needs."""
     return experiment.url.rstrip("/").removesuffix("/v1")
 
 
 @contextlib.asynccontextmanager
 async def _server(experiment: Experiment) -> AsyncGenerator[None]:
-    """The experiment's own server, if its settings have a command for one."""
+    """Starts the experiment's own server, if its settings have a command for one."""
     if not experiment.server:
         yield
         return
@@ -200,7 +201,7 @@ async def _server(experiment: Experiment) -> AsyncGenerator[None]:
 
 
 async def _answers(url: str) -> bool:
-    """Whether there is a server, in whatever state: it would be measured in place of ours."""
+    """Returns whether any server answers; it would be measured in place of ours."""
     timeout = aiohttp.ClientTimeout(total=10)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url):
@@ -222,7 +223,7 @@ async def _until_ready(experiment: Experiment, process: asyncio.subprocess.Proce
 
 
 async def _completes(url: str, experiment: Experiment) -> bool:
-    """Whether one token can be had: a port that is open may still be loading."""
+    """Returns whether the server completes one token. An open port may still be loading."""
     headers = {"Authorization": f"Bearer {experiment.api_key}"} if experiment.api_key else {}
     try:
         async with aiohttp.ClientSession() as session:

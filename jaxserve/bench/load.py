@@ -1,4 +1,4 @@
-"""Run one load: an open loop on an absolute schedule, or a closed loop of clients."""
+"""Runs one load: an open loop with an absolute schedule, or a closed loop of clients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxserve.bench.traffic import Prompt, Slo
 
 @dataclass(kw_only=True)
 class Run:
-    """A load while it runs and after; what the live view looks at."""
+    """A load during and after its run. The live view reads it."""
 
     duration: float
     """Seconds in which requests are sent."""
     clock: Callable[[], float] | None = None
-    """Seconds since the start, once it has begun."""
+    """Returns the seconds since the start; None before the start."""
     records: list[Record] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     client_cpu_seconds: float = 0.0
@@ -33,13 +33,13 @@ class Run:
     _driving: asyncio.Future[None] | None = None
 
     def interrupt(self) -> None:
-        """Send nothing more, and give up what runs: those requests are unfinished."""
+        """Sends nothing more and gives up running requests, which count as unfinished."""
         self.interrupted = True
         if self._driving is not None:
             self._driving.cancel()
 
     async def drive(self, load: Coroutine[None, None, None]) -> None:
-        """Until it is over or interrupted."""
+        """Runs the load until it is over or interrupted."""
         self._driving = asyncio.ensure_future(load)
         if self.interrupted:
             self._driving.cancel()
@@ -52,10 +52,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to stop."""
+    """Limits that end a load."""
 
     drain: float
-    """Seconds that running requests get after the last one was meant to be sent."""
+    """Seconds that running requests get after the last intended send time."""
     scrape_interval: float = 1.0
 
 
@@ -66,7 +66,7 @@ async def open_loop(
     limits: Limits,
     run: Run,
 ) -> None:
-    """Send each prompt at its time, whatever became of those before."""
+    """Sends each prompt at its time, whatever happened to earlier ones."""
     async with _session() as session:
         clock = run.clock = _clock()
         client = Client(target, session, clock)
@@ -90,9 +90,9 @@ async def closed_loop(
     limits: Limits,
     run: Run,
 ) -> None:
-    """Each of `clients` sends its next request when its last one has ended.
+    """Runs `clients` clients. Each sends its next request when its last one has ended.
 
-    A slow server is asked less: the intended time of a request is when its client was free.
+    A slow server gets fewer requests. The intended time of a request is when its client was free.
     """
     async with _session() as session:
         clock = run.clock = _clock()
@@ -104,7 +104,7 @@ async def closed_loop(
                 record = _record(run, len(run.records), now, prompt)
                 await client.send(prompt, record, slos.get(prompt.traffic_class, Slo()))
                 if record.outcome is not Outcome.COMPLETED:
-                    await asyncio.sleep(0.1)  # who was refused or lost comes back, but not at once
+                    await asyncio.sleep(0.1)  # a refused or lost client comes back, but not at once
 
         async def drive() -> None:
             async with _Tasks(limits.drain) as tasks:
@@ -128,7 +128,7 @@ def _record(run: Run, number: int, when: float, prompt: Prompt) -> Record:
 
 
 class _Tasks:
-    """Tasks that get `drain` seconds at the end of the block; what is left then is given up."""
+    """Tasks that get `drain` seconds at the end of the block. The rest is given up."""
 
     def __init__(self, drain: float):
         self._drain = drain
@@ -158,7 +158,7 @@ async def _measured(
     run: Run,
     clock: Callable[[], float],
 ) -> None:
-    """Drive the load with the server's metrics and our own CPU time beside it."""
+    """Runs the load, and samples the server's metrics and our own CPU time meanwhile."""
     cpu = time.process_time()
     watch = asyncio.ensure_future(
         scrape.watch(session, target, run.samples, limits.scrape_interval, clock)
@@ -169,13 +169,13 @@ async def _measured(
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         run.elapsed = clock()
-        if run.interrupted:  # one waited for its time
+        if run.interrupted:  # a request was waiting for its time
             run.records = [record for record in run.records if record.sent is not None]
         run.client_cpu_seconds = time.process_time() - cpu
 
 
 def _clock() -> Callable[[], float]:
-    """Seconds from now on, by the event loop's clock."""
+    """Returns a function that returns the seconds from now on, by the event loop's clock."""
     time = asyncio.get_running_loop().time
     start = time()
     return lambda: time() - start

@@ -1,4 +1,4 @@
-"""Settings of a benchmark: flags, or a YAML file of experiments over common defaults."""
+"""Settings of a benchmark: flags, or a YAML file of experiments with common defaults."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import yaml
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One point: one load on one server. Every field is a flag and a YAML key of the same name."""
+    """One point: one load on one server. Every field is a flag, and a YAML key of the same name."""
 
     name: str = "run"
     url: str = "http://127.0.0.1:8000"
     server: str | None = None
-    """Command that starts the server for this experiment; stopped after it."""
+    """Command that starts the server for this experiment. The server is stopped afterwards."""
     model: str | None = None
     endpoint: str = "completions"
     api_key: str | None = None
@@ -135,7 +135,7 @@ _HELP = {
 
 
 def add_flags(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage]
-    """One flag per field; those not given stay out of the namespace."""
+    """Adds one flag per field. Flags that are not given stay out of the namespace."""
     for field in fields(Experiment):
         flag = "--" + field.name.replace("_", "-")
         text = _HELP[field.name]
@@ -166,19 +166,19 @@ def _parser_of(name: str) -> Any:
 
 
 def from_flags(values: Mapping[str, Any]) -> list[Experiment]:
-    """The one experiment of a command line without a configuration file."""
+    """Returns the single experiment of a command line without a configuration file."""
     names = {field.name for field in fields(Experiment)}
     return [Experiment(**{name: value for name, value in values.items() if name in names})]
 
 
 def read_yaml(path: Path, flags: Mapping[str, Any]) -> list[Experiment]:
-    """Experiments of a file: `run` has common settings, each of `experiments` changes some.
+    """Reads experiments. `run` has common settings; each of `experiments` changes some.
 
-    A list where one value belongs is a sweep: every combination is a point, with a content seed of
-    its own. Flags override the file.
+    A list in place of one value is a sweep: every combination is a point with its own content seed.
+    Flags override the file.
 
     Raises:
-      ValueError: unknown keys or values that cannot be; the message says where.
+      ValueError: a key is unknown or a value is invalid; the message says where.
     """
     common, experiments = _read(path)
     points: list[Experiment] = []
@@ -195,7 +195,7 @@ def read_yaml(path: Path, flags: Mapping[str, Any]) -> list[Experiment]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What the experiments have in common, and what each changes."""
+    """Returns the common settings, and the changes of each experiment."""
     try:
         document = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What happened to each request. Times are seconds from the start of the run."""
+"""Records of requests and their outcomes. Times are seconds from the start of the run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jaxserve.bench.traffic import Slo
 
 
 class Outcome(StrEnum):
-    """How a request ended. Everything but COMPLETED is a miss in every percentage."""
+    """How a request ended. Every outcome except COMPLETED is a miss in every percentage."""
 
     COMPLETED = "completed"
     SHED = "shed"
-    """The server refused it: 429 or 503."""
+    """The server refused the request: 429 or 503."""
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     UNFINISHED = "unfinished"
-    """Still running when the run ended."""
+    """The request was still running when the run ended."""
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class Record:
     id: int
     traffic_class: str
     intended: float
-    """When it was meant to be sent; latencies count from here."""
+    """Intended send time. Latencies count from here."""
     prompt_tokens: int
     max_tokens: int
     sent: float | None = None
@@ -68,7 +68,7 @@ class Record:
         return [after - before for before, after in itertools.pairwise(times)]
 
     def meets(self, slo: Slo) -> bool:
-        """Completed, and within every limit that applies. One token has no inter-token time."""
+        """Whether it completed within all limits. One token has no inter-token time."""
         if self.outcome is not Outcome.COMPLETED or self.ttft is None:
             return False
         gaps = sorted(self.gaps)

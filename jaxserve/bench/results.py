@@ -1,4 +1,4 @@
-"""Result files: everything of a run in one JSON, and a CSV row per request."""
+"""Result files: the whole run as one JSON document, and a CSV row per request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 def document(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The result file of one invocation."""
+    """Returns the result document of one invocation."""
     return {
         "format": FORMAT,
         "jaxserve": __version__,
@@ -35,7 +35,7 @@ def document(points: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def record_json(record: Record) -> dict[str, Any]:
-    """A request as stored: gaps instead of token times, rounded to microseconds."""
+    """Returns a request as stored: gaps instead of token times, rounded to microseconds."""
     values = dataclasses.asdict(record)
     del values["token_times"]
     values["outcome"] = record.outcome.value
@@ -46,7 +46,7 @@ def record_json(record: Record) -> dict[str, Any]:
 
 
 def sample_json(sample: Sample) -> dict[str, float]:
-    """Returns a reading of the server's metrics as the result file holds it."""
+    """Returns a sample of the server's metrics as stored in the result file."""
     return {"time": round(sample.time, 3), **sample.values}
 
 
@@ -77,7 +77,7 @@ CSV_COLUMNS = (
 
 
 def requests_csv(points: Iterable[dict[str, Any]]) -> str:
-    """One row per request of every point; times in seconds."""
+    """Returns one row per request of every point; times in seconds."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(("experiment", *CSV_COLUMNS))
@@ -88,11 +88,11 @@ def requests_csv(points: Iterable[dict[str, Any]]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write whole or not at all: a result is never half a file. A pipe or a device stays one."""
+    """Writes a file completely or not at all. Writes into pipes and devices directly."""
     if path.exists() and not path.is_file():
         path.write_text(text)
         return
-    path = path.resolve()  # a link stays one, too
+    path = path.resolve()  # writes through a link instead of replacing it
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         try:
@@ -106,7 +106,7 @@ def write(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """OSError, with the path, if `write` could not."""
+    """Raises OSError with the path if `write` would fail."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a directory, not a file", str(path))
     if path.exists() and not path.is_file():
@@ -118,7 +118,7 @@ def check_writable(path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file; ValueError if it is none."""
+    """Reads a result file. Raises ValueError if it is none."""
     try:
         found = json.loads(path.read_text())
     except json.JSONDecodeError as error:

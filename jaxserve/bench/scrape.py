@@ -1,4 +1,4 @@
-"""The server's own view of a run, from its `/metrics` (vLLM's names)."""
+"""The server's own figures during a run, from its `/metrics` (vLLM's names)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 class Sample(NamedTuple):
-    """One reading; `values` has the known metrics that the server exports, summed over labels."""
+    """One sample. `values` has the known metrics that the server exports, summed over labels."""
 
     time: float
     """Seconds from the start of the run."""
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 def parse(text: str) -> dict[str, float]:
-    """The metrics we know in a page of Prometheus text."""
+    """Returns the known metrics in a text of Prometheus's format."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -50,7 +50,7 @@ async def watch(
     interval: float,
     clock: Callable[[], float],
 ) -> None:
-    """Append a sample every `interval` seconds until cancelled; a server may have no metrics."""
+    """Appends a sample every `interval` seconds until cancelled. A server may have no metrics."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     while True:
         try:
@@ -60,5 +60,5 @@ async def watch(
                 text = await reply.text()
             samples.append(Sample(clock(), parse(text)))
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            pass  # the next reading may work; the gap shows in the timeline
+            pass  # the next sample may work; the timeline shows the gap
         await asyncio.sleep(interval)

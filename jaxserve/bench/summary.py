@@ -1,8 +1,8 @@
-"""From records to figures. A request that was not served well is a miss, whatever the reason.
+"""Computes figures from records. A request that was not served well is a miss, for any reason.
 
-Percentiles count lost requests as infinitely late (`None` in JSON, "lost" in tables): a server
-that refuses half its load must not look faster for it. Those of completed requests only stand
-beside them under names that say so.
+Percentiles count lost requests as infinitely late (`None` in JSON, "lost" in tables). So a server
+that refuses half of its load does not look faster for it. Percentiles of completed requests only
+have names that say so.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxserve.bench.traffic import Slo
 PERCENTILES = (50, 90, 95, 99)
 
 _LATE_SEND = 0.01
-"""Seconds of send lag (p99) above which the generator's own delay is part of the figures."""
+"""Seconds of send lag (p99) above which the generator's own delay affects the figures."""
 
 
 class Window(NamedTuple):
-    """Requests meant to be sent in it count; seconds from the start of the run."""
+    """Requests with an intended time in it count. In seconds from the start of the run."""
 
     start: float
     end: float
@@ -36,12 +36,12 @@ class Window(NamedTuple):
         return self.end - self.start
 
     def holds(self, record: Record) -> bool:
-        """Whether a request that was meant to be sent then counts."""
+        """Returns whether a request counts: whether its intended time is in the window."""
         return self.start <= record.intended < self.end
 
 
 def stable_window(duration: float, warmup: float | None, cooldown: float | None) -> Window:
-    """What is left of the run without its filling and emptying: a tenth on each side by default.
+    """Returns the run without its filling and emptying: by default, a tenth on each side.
 
     Raises:
       ValueError: warmup and cooldown leave nothing of the run.
@@ -57,13 +57,13 @@ def stable_window(duration: float, warmup: float | None, cooldown: float | None)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds; None stands for infinitely late or for no value."""
+    """Returns mean and percentiles in milliseconds; None means infinitely late or no value."""
     if not values:
         return {"mean": None, **{f"p{q}": None for q in PERCENTILES}}
     ordered = np.sort(np.asarray(values, np.float64))
     found: dict[str, float | None] = {"mean": _milliseconds(float(ordered.mean()))}
     for q in PERCENTILES:
-        # The smallest value that at least q % are not above: defined for infinities too.
+        # The smallest value that at least q % do not exceed; also defined for infinities.
         index = max(math.ceil(q / 100 * len(ordered)) - 1, 0)
         found[f"p{q}"] = _milliseconds(float(ordered[index]))
     return found
@@ -74,7 +74,7 @@ def _milliseconds(seconds: float) -> float | None:
 
 
 def summarise(records: Sequence[Record], window: Window, slos: Mapping[str, Slo]) -> dict[str, Any]:
-    """Figures of all classes together (`total`) and of each (`classes`), within the window."""
+    """Returns the figures of all classes together (`total`) and of each one (`classes`)."""
     inside = [record for record in records if window.holds(record)]
     names = sorted({record.traffic_class for record in records})
     return {
@@ -115,15 +115,15 @@ def _figures(every: Sequence[Record], window: Window, slos: Mapping[str, Slo]) -
 
 
 def _or_lost(record: Record, value: float | None) -> float:
-    """The latency of a completed request, infinity for a lost one."""
+    """Returns the latency of a completed request, and infinity for a lost one."""
     if record.outcome is not Outcome.COMPLETED or value is None:
         return math.inf
     return value
 
 
 def _tokens_within(records: Sequence[Record], window: Window) -> float:
-    """Output tokens that arrived within the window, whenever their request was sent: at its begin
-    the server is busy with earlier ones. A chunk may carry several."""
+    """Returns the output tokens that arrived within the window, even for requests sent before it:
+    at its begin the server is busy with those. A chunk may carry several tokens."""
     tokens = 0.0
     for record in records:
         if record.token_times:
@@ -133,9 +133,9 @@ def _tokens_within(records: Sequence[Record], window: Window) -> float:
 
 
 def errors(records: Iterable[Record], most: int = 5) -> list[dict[str, Any]]:
-    """The commonest reasons for which requests were lost: `count`, and one message as `example`.
+    """Returns the most common reasons of lost requests: `count`, and one message as `example`.
 
-    Messages that differ in numbers only are one reason.
+    Messages that differ only in numbers count as one reason.
     """
     examples: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -150,7 +150,7 @@ def errors(records: Iterable[Record], most: int = 5) -> list[dict[str, Any]]:
 
 
 def warnings(summary: Mapping[str, Any], records: Sequence[Record], cpu_share: float) -> list[str]:
-    """What makes the figures doubtful, in words."""
+    """Returns reasons to doubt the figures, as text."""
     found: list[str] = []
     lag = summary["total"]["send_lag_ms"]["p99"]
     if lag is not None and lag > _LATE_SEND * 1e3:

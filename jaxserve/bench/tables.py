@@ -1,4 +1,4 @@
-"""What the terminal shows: a run while it lasts, its figures, and result files side by side."""
+"""Tables for the terminal: a run while it lasts, its figures, and comparisons of result files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.bench.records import Outcome, Record
 
 @contextlib.asynccontextmanager
 async def live_view(run: Run, console: Console, name: str) -> AsyncGenerator[None]:
-    """The run as it goes, twice a second; nothing where no one watches."""
+    """Shows the run twice a second; shows nothing if the output is not a terminal."""
     if not console.is_terminal:
         yield
         return
@@ -94,7 +94,7 @@ _LATENCIES = (
 
 
 def print_point(console: Console, point: dict[str, Any]) -> None:
-    """The figures of one point: all requests, and each class when there are several."""
+    """Prints the figures of one point: all requests, and each class if there are several."""
     figures = point["summary"]
     window = figures["window"]
     columns = {"all": figures["total"]}
@@ -141,10 +141,11 @@ COMPARED = (
 
 
 def compare(documents: Sequence[tuple[str, dict[str, Any]]]) -> list[Table]:
-    """A table per point that the first file has: each figure, and its ratio to the first's.
+    """Returns a table for each point of the first file, with each figure and its ratio to the
+    first's.
 
-    Points are the same by name; of several with one name, the first belongs to the first. One that
-    a file lacks shows as "-"; a ratio to nothing is left out.
+    Points match by name. Points of one name match in order. A missing point shows as "-". A ratio
+    to nothing is left out.
     """
     tables: list[Table] = []
     (_, first), *_ = documents

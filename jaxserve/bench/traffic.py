@@ -1,4 +1,4 @@
-"""What requests look like: classes of prompt and output lengths, and the prompts themselves."""
+"""The content of requests: classes of prompt and output lengths, and the prompts themselves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Range = tuple[float, float]
-"""Both ends included."""
+"""A range that includes both ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """What a user of a class must get, in seconds; None: no limit. Limits are inclusive."""
+    """Limits for a class of requests, in seconds, inclusive; None: no limit."""
 
     ttft: float | None = None
     itl_p95: float | None = None
@@ -25,7 +25,7 @@ class Slo:
 
 
 STRICT = Slo(ttft=0.5, tpot=0.05)
-"""The strict set, the same for every class: TTFT 500 ms, TPOT 50 ms."""
+"""Strict limits, the same for every class: TTFT 500 ms, TPOT 50 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,16 @@ STUDY = (
         slo=Slo(itl_p95=0.25),
     ),
 )
-"""Short or long in, short or long out: chat, code from a brief, review, refactoring.
+"""Short or long prompts with short or long outputs: chat, code from a brief, review, refactoring.
 
-Shares, prompt lengths and `max_tokens` of the mixed-traffic study (github.com/datavorous/to-fa);
-`share` is its number of requests. Its prompts repeated a few files; ours are all different.
+Shares, prompt lengths and `max_tokens` are those of the mixed-traffic study
+(github.com/datavorous/to-fa); `share` is its number of requests. That study's prompts repeated a
+few files; these are all different.
 """
 
 
 def fixed(prompt_tokens: int, output_tokens: int) -> TrafficClass:
-    """One class of equal requests, greedy."""
+    """Returns one class of equal requests with greedy sampling."""
     return TrafficClass(
         name="fixed",
         share=1,
@@ -94,7 +95,7 @@ def fixed(prompt_tokens: int, output_tokens: int) -> TrafficClass:
 
 
 def scaled(kind: TrafficClass, factor: float) -> TrafficClass:
-    """The same class with shorter or longer prompts and answers."""
+    """Returns the class with prompts and answers scaled by `factor`."""
 
     def times(lengths: tuple[int, int]) -> tuple[int, int]:
         shortest, longest = (max(1, int(length * factor)) for length in lengths)
@@ -106,18 +107,18 @@ def scaled(kind: TrafficClass, factor: float) -> TrafficClass:
 
 
 class Prompt(NamedTuple):
-    """One request's content. `prompt` is text, or token ids for the completions endpoint."""
+    """The content of a request. `prompt` is text, or token ids for the completions endpoint."""
 
     traffic_class: str
     prompt: str | list[int]
     prompt_tokens: int
-    """As asked for; the server's count is authoritative for text."""
+    """The requested length. For text, the server's count is authoritative."""
     output_tokens: int
     temperature: float
 
 
 class TraceEntry(NamedTuple):
-    """One line of a trace: when, and what."""
+    """One line of a trace: a time and a request."""
 
     time: float
     prompt: Prompt
@@ -125,18 +126,19 @@ class TraceEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """How prompts are made."""
+    """How to make prompts."""
 
     kind: str = "tokens"
-    """tokens: random ids; text: random words."""
+    """`tokens`: random ids; `text`: random words."""
     max_token_id: int = 150_000
     shared_prefix_tokens: int = 0
     shared_prefix_share: float = 1.0
-    """Share of requests that begin with their class's common prefix, if it has any tokens."""
+    """Share of requests that begin with the common prefix of their class, if it has one."""
 
 
 def generate(classes: Sequence[TrafficClass], content: Content, seed: int) -> Iterator[Prompt]:
-    """Endless requests; equal seeds give equal requests, different seeds share no prompt."""
+    """Yields requests without end. Equal seeds give equal requests; different seeds share no
+    prompt."""
     rng = np.random.default_rng(seed)
     total = sum(each.share for each in classes)
     weights = [each.share / total for each in classes]
@@ -162,18 +164,19 @@ _SYLLABLES = ("ka", "lo", "mi", "ren", "tas", "vo", "shi", "dar", "el", "un")
 
 
 def words(numbers: Sequence[int]) -> str:
-    """Text of one made-up word per number: a token or two each with usual tokenizers."""
+    """Returns a text of one made-up word per number. A word has one or two tokens in most
+    tokenizers."""
     return " ".join(_SYLLABLES[number % 10] + _SYLLABLES[number // 10 % 10] for number in numbers)
 
 
 def read_trace(path: Path, content: Content, seed: int) -> list[TraceEntry]:
-    """A JSONL trace, one object per request, sorted by time.
+    """Reads a JSONL trace with one object per request. Returns it sorted by time.
 
-    Keys: `time` (seconds from the start), `prompt_tokens` or `prompt`, `output_tokens`, and if
-    wanted `class` and `temperature`. Prompts that the trace does not hold are made up.
+    Keys: `time` (seconds from the start), `prompt_tokens` or `prompt`, `output_tokens`, and
+    optionally `class` and `temperature`. If a line has no `prompt`, a prompt is made up.
 
     Raises:
-      ValueError: a line that is not such an object; the message names it. Or there is none.
+      ValueError: the file is empty, or a line is not such an object; the message names it.
     """
     rng = np.random.default_rng(seed)
     entries: list[TraceEntry] = []
@@ -211,7 +214,7 @@ def _trace_entry(line: dict[str, Any], content: Content, rng: np.random.Generato
 
 
 def with_slo(classes: Sequence[TrafficClass], slo_set: str) -> tuple[TrafficClass, ...]:
-    """The classes with their own limits ("study") or the strict ones ("strict")."""
+    """Returns the classes with their own limits ("study") or the strict ones ("strict")."""
     if slo_set == "strict":
         return tuple(replace(each, slo=STRICT) for each in classes)
     return tuple(classes)

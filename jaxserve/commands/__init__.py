@@ -1,1 +1,1 @@
-"""What `python -m jaxserve` does: serve, precompile, convert. (`bench` is a package of its own.)"""
+"""The commands of `python -m jaxserve`, except `bench`, which is a package of its own."""

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: a checkpoint from one format to another, quantised if asked, once."""
+"""`jaxserve convert`: converts a checkpoint to another format, and quantises it if asked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve_checkpoints.reader import SINGLE_FILE, CheckpointError
 
 
 def convert(options: Options) -> int:
-    """Write the converted checkpoint; returns the exit status. Errors are one line on stderr."""
+    """Writes the converted checkpoint. Returns the exit status. Errors are one line on stderr."""
     prepare(options.gpu_memory_utilization)
     try:
         _convert(options)
@@ -35,7 +35,7 @@ def convert(options: Options) -> int:
 
 def _convert(options: Options) -> None:
     from jaxserve.weights.conversion import (
-        convert_model,  # imports jax, which reads what `prepare` has set
+        convert_model,  # imports jax, which reads the settings of `prepare`
     )
 
     assert options.out is not None
@@ -69,17 +69,17 @@ def _checked(options: Options) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
+    """Formats bytes for people."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 class _Errors:
-    """Of quantised matrices: a line for each layer, and a table at the end."""
+    """Errors of quantised matrices: prints a line for each layer, and a table at the end."""
 
     def __init__(self, console: Console):
         self._console = console
         self._found: dict[str, dict[str, float]] = {}
-        """Matrix -> layer -> error."""
+        """Relative error by matrix, then by layer."""
 
     def add(self, path: str, error: Any) -> None:
         place, _, matrix = path.rpartition(".")
@@ -102,7 +102,7 @@ class _Errors:
 
 
 def _copy_text_files(source: Path, target: Path, written: str) -> None:
-    """Copy what belongs to a model beside its weights, which go to the file `written`."""
+    """Copies the other files of a model beside its weights, which go to the file `written`."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         if target.samefile(source):

@@ -1,4 +1,4 @@
-"""`jaxserve kernels`: which implementation serves each operation of a model's steps on a GPU."""
+"""`jaxserve kernels`: prints which implementation serves each operation of a model on a GPU."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class Served(NamedTuple):
-    """An operation in a program."""
+    """An operation in a program, and the implementation that serves it."""
 
     program: str
-    """E.g. "decode 16", "mixed 512", "prompt scores"."""
+    """For example "decode 16", "mixed 512", "prompt scores"."""
     operation: str
-    """With the sizes of what it reads."""
+    """The operation with the sizes of its inputs."""
     implementation: str
     config: str
     pdl: bool
-    """In programmatic dependent launch."""
+    """Whether it is launched by programmatic dependent launch."""
     refused: tuple[tuple[str, str], ...]
-    """Implementations that come first, and why they refused."""
+    """Implementations that come before it, and why they refused."""
 
 
 def kernels(options: Options) -> int:
-    """Print the choices; returns the exit status. Errors are one line on stderr."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is here is neither asked nor taken
+    """Prints the choices. Returns the exit status. Errors are one line on stderr."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # do not use a GPU of this machine
     prepare(options.gpu_memory_utilization)
     logging.getLogger("jaxserve").setLevel(logging.ERROR)
     try:
@@ -56,11 +56,11 @@ def kernels(options: Options) -> int:
 
 
 def choices(options: Options) -> list[Served]:
-    """Trace every program that a start with these options would compile. Kernels are not compiled:
-    on a card, one that does not compile gives way to the next implementation.
+    """Traces every program that a start with these options would compile. Does not compile kernels:
+    on a GPU, a kernel that does not compile is replaced by the next implementation.
 
     Raises:
-      ConfigError: as a start would; or Triton cannot be imported.
+      ConfigError: a start would fail, or Triton cannot be imported.
     """
     from jaxserve_kernels.target import triton_error
 
@@ -106,14 +106,15 @@ def _served(program: str, choice: Choice) -> Served:
 
 
 def _described(config: Any) -> str:
-    """A configuration's fields in words."""
+    """Returns the fields of a configuration as text."""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         return ""
     return ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
 def _alike_once(config: RunnerConfig, params: Any) -> tuple[RunnerConfig, Any]:
-    """With two layers, if all are alike: the last one differs from the others by what follows."""
+    """Returns the model with two layers if all layers are alike. The last one differs from the
+    others by the norm that follows it."""
     import jax
 
     spec = config.spec
@@ -127,7 +128,7 @@ def _alike_once(config: RunnerConfig, params: Any) -> tuple[RunnerConfig, Any]:
 
 
 def _lines(found: list[Served], *, refusals: bool) -> Iterator[str]:
-    """By operation, programs that are served alike in one line."""
+    """Yields lines by operation. Programs with the same implementation share a line."""
     programs = list(dict.fromkeys(each.program for each in found))
     for operation in dict.fromkeys(each.operation for each in found):
         yield f"\n{operation}"
@@ -142,11 +143,11 @@ def _lines(found: list[Served], *, refusals: bool) -> Iterator[str]:
             yield f"  {_ranges(names, programs)}: {served.implementation}{config}{launch}"
             for other, reason in served.refused:
                 yield f"      not {other}: {reason}"
-    yield "\nOf a mixed step the last layer computes only the tokens that are read."
+    yield "\nIn a mixed step, the last layer computes only the tokens whose scores are read."
 
 
 def _ranges(names: list[str], programs: list[str]) -> str:
-    """Names of programs, those in a row as "decode 1 to 16"."""
+    """Returns the names of programs as text. Consecutive ones become "decode 1 to 16"."""
     places = sorted(map(programs.index, names))
     runs: list[list[str]] = []
     for place in places:

@@ -1,4 +1,4 @@
-"""`jaxserve plan`: what a model would have on a GPU, worked out without one."""
+"""`jaxserve plan`: plans memory, sequences and step times of a model on a GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTEXT = 1024
 
 
 class Factors(NamedTuple):
-    """Measured decode steps over the time that reading their bytes takes at the peak rate."""
+    """Ratios of measured decode steps to the time of reading their bytes at the peak rate."""
 
     least: float
     most: float
@@ -37,9 +37,9 @@ _FACTORS = {
     "int4": Factors(1.55, 1.86),
     "nvfp4": Factors(1.61, 2.1),
 }
-"""By --quantization: 1 to 64 sequences of Qwen3-4B (1 to 256 in bfloat16) on an H100, and in
-bfloat16 on an H200. docs/measurements/quantized_steps_h100.json and step_h200.json; a test
-computes them again."""
+"""Factors by --quantization, for 1 to 64 sequences of Qwen3-4B (1 to 256 in bfloat16) on an H100,
+and in bfloat16 on an H200. From docs/measurements/quantized_steps_h100.json and step_h200.json; a
+test recomputes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,37 +48,37 @@ class Step:
 
     sequences: int
     peak_ms: float
-    """Moving weights, keys, values and state at the peak rate of the memory: no step is faster."""
+    """Time to move weights, keys, values and state at the memory's peak rate. No step is faster."""
     least_ms: float
     most_ms: float
-    """Expected, as measured steps are to theirs."""
+    """Expected time, by the ratios of measured steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a start with the same flags would find. Sizes are in bytes."""
+    """The results of a start with the same flags. Sizes are in bytes."""
 
     gpu: str
     memory: int
-    """That the process may take."""
+    """Memory that the process may use."""
     weights: int
     kv_cache: int
     kv_bytes_per_token: int
     kv_tokens: int
     state_bytes: int
-    """Of recurrent layers, of one sequence; 0: there are none."""
+    """State of recurrent layers per sequence; 0: there are none."""
     snapshots: int
-    """Of such state, for the prefix cache."""
+    """Number of state snapshots for the prefix cache."""
     max_num_seqs: int
     max_model_len: int
     model_max_len: int
     measured: bool
-    """Steps were measured on GPUs of this kind."""
+    """Whether steps were measured on GPUs of this kind."""
     steps: list[Step]
 
     @property
     def streams(self) -> dict[int, int]:
-        """Sequences that run at once, by tokens of each."""
+        """Number of sequences that run at once, by tokens per sequence."""
         lengths = (length for length in (1024, 4096, 16384) if length <= self.max_model_len)
         return {
             length: min(self.kv_tokens // length, self.max_num_seqs)
@@ -87,10 +87,10 @@ class Estimate:
 
 
 def plan(options: Options) -> int:
-    """Print the estimate; returns the exit status. Errors are one line on stderr."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU that is here is neither asked nor taken
+    """Prints the estimate. Returns the exit status. Errors are one line on stderr."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # do not use a GPU of this machine
     prepare(options.gpu_memory_utilization)
-    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # what is logged at a start is printed
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the estimate has what a start logs
     try:
         found = estimate(options)
     except (ConfigError, CheckpointError, OSError) as error:
@@ -104,10 +104,10 @@ def plan(options: Options) -> int:
 
 
 def estimate(options: Options) -> Estimate:
-    """Plan a start on the GPU that the options name.
+    """Plans a start on the GPU that the options name.
 
     Raises:
-      ConfigError: the model does not fit, or is neither a named one nor a folder.
+      ConfigError: the model does not fit, or is neither a named model nor a folder.
     """
     gpu = gpu_of(options)
     planned = engine_plan(options, gpu)
@@ -138,10 +138,10 @@ def estimate(options: Options) -> Estimate:
 
 
 def gpu_of(options: Options, flag: str = "--gpu") -> Gpu:
-    """The GPU that a flag names.
+    """Returns the GPU that a flag names.
 
     Raises:
-      ConfigError: it is missing.
+      ConfigError: the flag is missing.
     """
     if options.gpu is None:
         raise ConfigError(f"{flag} is missing: one of {', '.join(GPUS)}")
@@ -150,17 +150,17 @@ def gpu_of(options: Options, flag: str = "--gpu") -> Gpu:
 
 
 def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
-    """What a start does before it reads weights, for a device that its driver describes.
+    """Runs the part of a start before weights are read, for a device with the GPU's figures.
 
     Raises:
-      ConfigError: as a start would; --model is neither a named one nor a folder.
+      ConfigError: a start would fail, or --model is neither a named model nor a folder.
     """
     from dataclasses import replace
 
     from jaxserve.startup.engine_plan import plan_engine  # imports jax
     from jaxserve.weights.model_source import find_model
 
-    if options.model in NAMED_MODELS:  # of a named model no file is needed
+    if options.model in NAMED_MODELS:  # a named model needs no files
         options = replace(options, load_format="dummy")
     elif options.model is not None and not os.path.isdir(options.model):
         raise ConfigError(
@@ -196,9 +196,9 @@ def _state_bytes(planned: EnginePlan) -> int:
 
 
 def _read_weights(planned: EnginePlan, rows: int) -> int:
-    """Bytes of weights that a decode step of few sequences reads: not the copies in fp8, of an
-    embedding that is not the output matrix only some rows, and of experts those that some sequence
-    has, if each chooses at random."""
+    """Returns the bytes of weights that a decode step of few sequences reads. Excludes fp8 copies.
+    Counts only the used rows of an embedding that is not the output matrix, and only the experts
+    that some sequence uses, if each chooses at random."""
     from jaxserve.models.layer_weights import Experts
     from jaxserve.startup.memory import tree_bytes
 
@@ -215,7 +215,7 @@ def _read_weights(planned: EnginePlan, rows: int) -> int:
 
 
 def _nodes(tree: Any, kind: type) -> list[Any]:
-    """The nodes of a kind in a tree."""
+    """Returns the nodes of a kind in a tree."""
     import jax
 
     found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
@@ -223,7 +223,7 @@ def _nodes(tree: Any, kind: type) -> list[Any]:
 
 
 def _step(rows: int, weights: int, each: int, gpu: Gpu, quantization: str | None) -> Step:
-    """`each`: bytes beside the weights for each sequence."""
+    """Returns the estimate of a decode step. `each`: bytes per sequence besides the weights."""
     factors = _FACTORS[quantization]
     peak = (weights + rows * each) / (gpu.gb_per_s * 1e9) * 1e3
     return Step(
@@ -242,7 +242,7 @@ def _pace(step: Step) -> str:
 
 
 def _state_lines(found: Estimate) -> list[str]:
-    """What recurrent layers keep, if there are some."""
+    """Returns the lines about recurrent state, if there is any."""
     if not found.state_bytes:
         return []
     gib, each = 2**30, f"{found.state_bytes / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""`jaxserve precompile`: make at deploy time what every start of the server then loads."""
+"""`jaxserve precompile`: compiles at deploy time the programs that every start then loads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from jaxserve.startup.engine_plan import EnginePlan
 
 _LOADING = 0.8
-"""How much of a start that is tried is over when its steps can run."""
+"""Share of a trial start that is over when its steps can run."""
 
 
 def precompile(options: Options) -> int:
-    """Compile what the cache lacks; returns the exit status. Errors are one line on stderr."""
+    """Compiles missing programs. Returns the exit status. Errors are one line on stderr."""
     prepare(options.gpu_memory_utilization)
     try:
         _precompile(options)
@@ -40,7 +40,7 @@ def precompile(options: Options) -> int:
 def _precompile(options: Options) -> None:
     from jaxserve.programs.executables import by_reason, missing, obtain
     from jaxserve.startup.engine_plan import (
-        plan_engine,  # imports jax, which reads what `prepare` has set
+        plan_engine,  # imports jax, which reads the settings of `prepare`
     )
 
     started = time.monotonic()
@@ -82,11 +82,11 @@ def _precompile(options: Options) -> None:
 
 
 def _try_start(options: Options, source: ModelSource, plan: EnginePlan) -> str:
-    """Start an engine once, if something is left that only a start does; says what came of it.
+    """Starts an engine once, if only a start can do some of the work. Returns the result as text.
 
-    That times the steps, which the scheduler needs to know, while the machine serves nobody, and
-    keeps weights that are quantised at load. A device whose memory is taken (by the server that
-    this one will replace) is no reason to fail.
+    The start measures the step times, which the scheduler needs, while the machine serves nobody.
+    It also stores weights that are quantised at load. If the device's memory is taken, for example
+    by the server that this one will replace, the command does not fail.
     """
     from jaxserve.startup.build import OutOfDeviceMemory, build_parts
     from jaxserve.startup.measure import kept_times
@@ -111,13 +111,13 @@ def _try_start(options: Options, source: ModelSource, plan: EnginePlan) -> str:
 
 
 def _weights(todo: Sequence[Program], known: Mapping[str, float]) -> dict[str, float]:
-    """How much of the work each program is: the seconds it took elsewhere, or as those tell."""
+    """Returns the share of each program in the work: known seconds, or an estimate from those."""
     met = [program for program in todo if program.name in known]
     rate = sum(known[each.name] for each in met) / sum(each.work for each in met) if met else 1.0
     return {each.name: known.get(each.name, rate * each.work) for each in todo}
 
 
 def _check_memory(plan: EnginePlan, obtained: Obtained) -> None:
-    """What would not fit when serving is said here already."""
+    """Raises the error that serving would raise if the programs do not fit."""
     analyses = (executable.memory_analysis() for executable in obtained.executables.values())
     plan.memory(max((a.temp_size_in_bytes for a in analyses if a), default=0)).check()

@@ -1,4 +1,4 @@
-"""How commands show work under way: a bar with an estimate, or lines where there is no terminal."""
+"""Progress of commands: a bar with an estimate, or lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from rich.progress import (
 
 _LINE_SECONDS = 5.0
 _PACE_SECONDS = 600.0
-"""The pace is that of so long: work may come in bursts, as layers do whose factors are searched."""
+"""Seconds over which the pace is averaged, because work may come in bursts, such as layers whose
+factors are searched."""
 _TELLING = 0.01
-"""Of all the work: what says something about the pace."""
+"""Share of the work that must be done before its pace predicts the rest."""
 
 
 class Work:
-    """One piece of work, shown on stderr; to be used in a `with`."""
+    """One piece of work, shown on stderr. Use it in a `with` statement."""
 
     def __init__(self, verb: str, *, clock: Callable[[], float] = time.monotonic):
-        """`verb` is what is being done, "converting"; `clock` gives seconds."""
+        """`verb` names the activity, such as "converting". `clock` returns seconds."""
         self.console = Console(stderr=True)
         self._clock = clock
         self._bar = Progress(
@@ -44,7 +45,7 @@ class Work:
         self._task = self._bar.add_task(verb, total=None, state="")
         self._next_line = clock() + _LINE_SECONDS
         self._before: float | None = None
-        """What was done when this began, by an earlier process."""
+        """Amount that an earlier process had done when this one began."""
 
     def __enter__(self) -> Work:
         self._bar.start()
@@ -54,11 +55,11 @@ class Work:
         self._bar.stop()
 
     def update(self, done: float, total: float, state: str, *, say: bool = False) -> None:
-        """So much of all the work is done, in whatever unit is proportional to time.
+        """Reports that `done` of `total` is done, in a unit that is proportional to time.
 
         Args:
-          state: that in words, "3 of 47". Where there is no bar it is a line with an estimate every
-            few seconds, and whenever `say` is true.
+          state: the amount in words, such as "3 of 47". Without a bar, prints it as a line with an
+            estimate every few seconds, and whenever `say` is true.
         """
         self._before = done if self._before is None else self._before
         self._bar.update(self._task, completed=done, total=total, state=state)

@@ -1,4 +1,4 @@
-"""Run the server: bind the port, start the engine, wait for a signal, drain."""
+"""`jaxserve serve`: binds the port, starts the engine, waits for a signal, and drains."""
 
 from __future__ import annotations
 
@@ -51,41 +51,42 @@ _LOOK_SECONDS = 0.1
 
 
 class _Stopped(Exception):
-    """A signal came before the server was ready."""
+    """A signal arrived before the server was ready."""
 
 
 class EngineDied(Exception):
-    """The engine cannot go on; the message says why."""
+    """The engine has failed. The message says why."""
 
 
 def serve(options: Options, timeline: Timeline, without_effect: Sequence[str] = ()) -> int:
-    """Serve until a signal comes; returns the exit status. Errors are one line on stderr.
+    """Serves until a signal arrives. Returns the exit status. Errors are one line on stderr.
 
-    `without_effect`: flags on the command line that mean nothing here.
+    `without_effect`: flags on the command line that have no effect here.
     """
     logs.configure(options.log_level, options.log_format)
     if without_effect:
-        log.warning("no effect here: %s", ", ".join(without_effect))
+        log.warning("these flags have no effect here: %s", ", ".join(without_effect))
     open_files.raise_limit(options.max_num_queued_reqs + (options.max_num_seqs or 256))
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it reports every backend it lacks
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs every backend that is missing
     prepare(options.gpu_memory_utilization)
     timeline.add("python and imports", 0.0, timeline.now())
     imported = _begin_with_jax(timeline)
     try:
         uvloop.run(_serve(options, timeline, imported))
-    except (ConfigError, CheckpointError, OSError) as error:  # OSError: files that may not be read
+    except (ConfigError, CheckpointError, OSError) as error:  # OSError: unreadable files
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 1
     except EngineDied as error:
         print(f"jaxserve: error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # a device in error may hold up an orderly exit for ever
+        os._exit(1)  # with a failed device, an orderly exit may hang
     return 0
 
 
 def _begin_with_jax(timeline: Timeline) -> threading.Event:
-    """Import jax and open the device beside what else a start does; the event: it is imported.
+    """Imports jax and opens the device in parallel with the rest of the start. Returns an event
+    that is set after the import.
 
-    What fails here fails again, and is reported, where the device is used.
+    Errors occur again, and are reported, when the device is used.
     """
     imported = threading.Event()
 
@@ -98,7 +99,7 @@ def _begin_with_jax(timeline: Timeline) -> threading.Event:
         with timeline.span("device"), contextlib.suppress(Exception):
             jax.devices()
 
-    # Not a daemon: a process that ends inside the driver's initialisation would not end well.
+    # Not a daemon thread: a process must not end during the driver's initialisation.
     threading.Thread(target=run, name="begin-with-jax").start()
     return imported
 
@@ -118,7 +119,7 @@ async def _serve(options: Options, timeline: Timeline, imported: threading.Event
 async def _serve_until(
     stop: asyncio.Event, options: Options, timeline: Timeline, imported: threading.Event
 ) -> None:
-    """_Stopped: a signal came before the server was ready."""
+    """Raises _Stopped if a signal arrives before the server is ready."""
     with timeline.span("model and tokenizer"):
         source = await _unless(stop, asyncio.to_thread(find_model, options))
     metrics = Metrics(source.names[0], legacy=options.legacy_metrics)
@@ -153,16 +154,16 @@ async def _serve_until(
 
 
 def _probes(options: Options, app: web.Application) -> AbstractAsyncContextManager[object]:
-    """The port for probes, if one is asked for."""
+    """Returns the port for probes, if the flags ask for one."""
     if options.probe_port is None:
         return contextlib.nullcontext()
     return probe_port(app[SERVICE], options.host, options.probe_port)
 
 
 def _leave() -> NoReturn:
-    """End the process, with nothing left to do. An orderly exit would wait for XLA, which cannot be
-    interrupted while it compiles, or be aborted by it: its threads may still ask for the
-    interpreter's lock, to let go of arrays, when there is no interpreter any more."""
+    """Ends the process at once. An orderly exit would wait for XLA, which cannot interrupt a
+    compilation. XLA could also abort the exit: its threads may ask for the interpreter lock, to
+    release arrays, when the interpreter is gone."""
     logging.shutdown()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -182,7 +183,7 @@ def _make_engine(
     def build(progress: Progress) -> Parts[Pending]:
         imported.wait()
         with timeline.span("import of the engine"):
-            from jaxserve.startup.build import build_parts  # now: the port answers meanwhile
+            from jaxserve.startup.build import build_parts  # here, because the port already answers
         heap.imported()
         return build_parts(options, source, metrics, progress, timeline, cache_events=cache_events)
 
@@ -198,7 +199,7 @@ def _tracing(options: Options, source: ModelSource) -> Tracing | None:
     if options.otlp_traces_endpoint is None:
         return None
     try:
-        from jaxserve.server.telemetry.tracing import Tracing  # of an extra, and of no use to most
+        from jaxserve.server.telemetry.tracing import Tracing  # needs an optional package
     except ImportError as error:
         raise ConfigError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): install the "
@@ -208,7 +209,7 @@ def _tracing(options: Options, source: ModelSource) -> Tracing | None:
 
 
 async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> None:
-    """Wait until the engine serves; _Stopped if a signal came first."""
+    """Waits until the engine serves. Raises _Stopped if a signal arrives first."""
     showing = asyncio.ensure_future(_show_progress(engine))
     try:
         await _unless(stop, engine.start())
@@ -217,7 +218,7 @@ async def _start(engine: AsyncEngine[Pending], stop: asyncio.Event) -> None:
 
 
 async def _unless[T](stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T:
-    """The result of `doing`; _Stopped if a signal came first. What a thread does goes on."""
+    """Returns the result of `doing`. Raises _Stopped if a signal arrives first; threads go on."""
     working, stopping = asyncio.ensure_future(doing), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -230,7 +231,7 @@ async def _unless[T](stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T:
 
 
 async def _show_progress(engine: AsyncEngine[Pending]) -> None:
-    """A bar on a terminal, a line every few seconds elsewhere, until cancelled."""
+    """Shows a bar on a terminal, else a line every few seconds, until cancelled."""
     if not sys.stderr.isatty():
         await _log_progress(engine)
     from rich.console import Console
@@ -242,7 +243,7 @@ async def _show_progress(engine: AsyncEngine[Pending]) -> None:
             status = engine.status()
             if status.phase != phase:
                 phase = status.phase
-                bar.reset(task, description=phase)  # one phase says nothing of the next one's pace
+                bar.reset(task, description=phase)  # each phase has its own pace
             bar.update(task, completed=status.progress)
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -278,12 +279,12 @@ def _greet(url: str, model: str, config: ServerConfig) -> None:
         f"  curl {through}{url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n\n"
     )
-    with contextlib.suppress(OSError):  # a full disk, or nobody reads: no reason not to serve
-        os.write(1, text.encode())  # past the buffer, which would be written again at the end
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not stop the server
+        os.write(1, text.encode())  # not through the buffer, which would be written again at exit
 
 
 async def _until_stopped(engine: AsyncEngine[Pending], stop: asyncio.Event) -> None:
-    """Wait for a signal. EngineDied: the engine was first."""
+    """Waits for a signal. Raises EngineDied if the engine fails first."""
     stopping, dying = (asyncio.ensure_future(wait) for wait in (stop.wait(), engine.failure()))
     await asyncio.wait((stopping, dying), return_when=asyncio.FIRST_COMPLETED)
     died = dying.done()
@@ -294,7 +295,7 @@ async def _until_stopped(engine: AsyncEngine[Pending], stop: asyncio.Event) -> N
 
 
 async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:
-    """Refuse what is new, let what runs finish for up to `timeout` seconds."""
+    """Refuses new requests, and lets running ones finish for up to `timeout` seconds."""
     engine.drain()
     log.info(
         "stopping: %d running answers get up to %g s to finish; signal again to stop at once",
@@ -310,7 +311,7 @@ async def _drain(engine: AsyncEngine[Pending], timeout: float) -> None:
 
 
 def _on_signal(stop: asyncio.Event) -> None:
-    """The first signal drains, the second ends the process at once."""
+    """Drains at the first signal, and ends the process at the second."""
     if stop.is_set():
         os._exit(130)
     stop.set()

@@ -1,5 +1,5 @@
 """A worker of NVIDIA Dynamo around the engine: `python -m jaxserve.dynamo --model …`.
 
-Dynamo's frontend renders templates, tokenises, and reads tools and reasoning out of the text; it
-sends token ids and gets token ids. Its contract is `dynamo.common.backend.engine` of ai-dynamo 1.6.
+Dynamo's frontend renders templates, tokenises, and parses tool calls and reasoning. It sends token
+ids and receives token ids. The interface is `dynamo.common.backend.engine` of ai-dynamo 1.6.
 """

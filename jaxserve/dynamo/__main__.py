@@ -1,4 +1,4 @@
-"""`python -m jaxserve.dynamo`: a worker of Dynamo, with Dynamo's flags and those of serving."""
+"""`python -m jaxserve.dynamo`: a Dynamo worker that takes Dynamo's flags and those of serving."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve_checkpoints.reader import CheckpointError
 
 
 def main() -> int:
-    """Returns the exit status. Errors of the command line and of the model are one line."""
+    """Runs the worker. Returns the exit status. Errors of flags and model are one line."""
     try:
         run = import_module("dynamo.common.backend.run").run
         worker = import_module("jaxserve.dynamo.worker").Worker

@@ -1,4 +1,5 @@
-"""Dynamo's requests to the engine's, and its events to Dynamo's chunks. Knows nothing of Dynamo."""
+"""Converts Dynamo's requests to the engine's, and the engine's events to Dynamo's chunks. Does not
+import Dynamo."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _KNOWN = {
     ),
     "output_options": frozenset({"logprobs", "skip_special_tokens", "formatted_prompt"}),
 }
-"""What is honoured, by the engine or (stop, skip_special_tokens, formatted_prompt) before it."""
+"""Supported options. The frontend handles stop, skip_special_tokens and formatted_prompt."""
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 _REASONS = {
     FinishReason.STOP: "stop",
@@ -48,12 +49,12 @@ def to_request(given: Json, name: str, limits: EngineLimits, defaults: SamplingD
     """Returns the engine's request.
 
     Args:
-      given: Dynamo's `GenerateRequest`, whose `token_ids` is a list.
-      name: what the request is called.
-      defaults: of sampling fields that are not set.
+      given: Dynamo's `GenerateRequest`; its `token_ids` is a list.
+      name: id of the request.
+      defaults: defaults of sampling fields.
 
     Raises:
-      Rejected: an option that the engine has not.
+      Rejected: the engine does not support an option.
     """
     options, stops, outputs = (_options(given, group) for group in _KNOWN)
     prompt = tuple(given["token_ids"])
@@ -110,7 +111,7 @@ def to_chunk(events: Sequence[TokenEvent]) -> Json:
 
 
 def usage(prompt: int, sampled: int, cached: int) -> Json:
-    """Returns OpenAI's usage, from numbers of tokens."""
+    """Returns OpenAI's usage for these numbers of tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

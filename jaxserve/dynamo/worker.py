@@ -1,6 +1,6 @@
-"""Dynamo's `LLMEngine` over `jaxserve.Engine`."""
+"""Implements Dynamo's `LLMEngine` with `jaxserve.Engine`."""
 
-# ai-dynamo is not among our packages: types are checked without it.
+# ai-dynamo is not a dependency of this project, so it has no types here.
 # pyright: reportUntypedBaseClass=false
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SNAPSHOT_SECONDS = 1.0
 
 
 class Worker(backend.LLMEngine):
-    """An engine of this process for Dynamo, which drives it by these methods."""
+    """An engine in this process, which Dynamo drives through these methods."""
 
     def __init__(self, options: Options):
         self._options = options
@@ -44,7 +44,7 @@ class Worker(backend.LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, Any]:
-        """Returns the engine of a command line with Dynamo's flags and those of serving."""
+        """Returns the engine for a command line with Dynamo's flags and those of serving."""
         parser = argparse.ArgumentParser(prog="python -m jaxserve.dynamo", allow_abbrev=False)
         runtime.DynamoRuntimeArgGroup().add_arguments(parser)
         given, rest = parser.parse_known_args(argv)
@@ -58,7 +58,7 @@ class Worker(backend.LLMEngine):
         return cls(options), config
 
     async def start(self, worker_id: int) -> Any:
-        """Loads and compiles; returns what Dynamo's routers know of the model."""
+        """Loads and compiles. Returns the facts about the model that Dynamo's routers use."""
         self._loop = asyncio.get_running_loop()
         self._engine = engine = await asyncio.to_thread(Engine.of_options, self._options)
         return backend.EngineConfig(
@@ -74,7 +74,7 @@ class Worker(backend.LLMEngine):
         )
 
     async def generate(self, request: Json, context: Any) -> AsyncGenerator[Json]:
-        """Yields token ids as they come, the last with their reason and usage."""
+        """Yields token ids as they arrive. The last ones come with the finish reason and usage."""
         assert self._engine is not None
         token_ids.normalize_request_token_ids(request)
         name, limits = context.id(), self._engine.limits
@@ -94,7 +94,7 @@ class Worker(backend.LLMEngine):
             answering.cancel()
 
     async def _answer(self, request: Request, chunks: asyncio.Queue[Any]) -> None:
-        """Puts a request's chunks into the queue; an exception or None ends them."""
+        """Puts a request's chunks into the queue, and then an exception or None."""
         assert self._engine is not None
         ended: Exception | None = None
         cached, sampled = None, 0
@@ -113,7 +113,7 @@ class Worker(backend.LLMEngine):
             chunks.put_nowait(ended)
 
     async def abort(self, context: Any) -> None:
-        """Ends a request whose client has left."""
+        """Ends a request whose client has disconnected."""
         if answering := self._running.get(context.id()):
             answering.cancel()
 
@@ -130,7 +130,7 @@ class Worker(backend.LLMEngine):
         return health.build_health_check_payload(bos_token_id=0)
 
     async def kv_event_sources(self) -> list[Any]:
-        """Returns where the engine publishes its KV cache events; --kv-events-config says it."""
+        """Returns the endpoints of KV cache events, from --kv-events-config."""
         config = self._options.kv_events_config
         if config is None or not config.active:
             return []
@@ -138,11 +138,11 @@ class Worker(backend.LLMEngine):
         return [publisher.ZmqSource(endpoint=address, topic=config.topic)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """One rank reports its cache."""
+        """Returns the ranks that report their cache: one."""
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Reports the cache's use from now on. Dynamo calls it on a thread of its own."""
+        """Starts to report the use of the cache. Dynamo calls it on a thread of its own."""
         assert self._loop is not None
         self._reporting = asyncio.run_coroutine_threadsafe(self._report(publisher), self._loop)
 
@@ -161,7 +161,7 @@ class Worker(backend.LLMEngine):
 
 
 def _to_dynamo(error: Exception) -> Exception:
-    """Returns Dynamo's exception for one of the engine's."""
+    """Converts an exception of the engine to Dynamo's."""
     if isinstance(error, Rejected):
         return errors.InvalidArgument(str(error))
     if isinstance(error, Overloaded):

@@ -1,4 +1,4 @@
-"""The models as Flax NNX modules, to train what the engine serves (the extra `flax`)."""
+"""The models as Flax NNX modules, to train the models that the engine serves (extra `flax`)."""
 
 from jaxserve.flax.files import load, parameters, save
 from jaxserve.flax.model import CausalLM

@@ -1,4 +1,4 @@
-"""Parameters of the Flax models from and to files: every format that the engine reads."""
+"""Loads and saves parameters of the Flax models, in every format that the engine reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve_checkpoints.orbax.layouts import flax_path
 from jaxserve_checkpoints.orbax.writer import save_step
 
 type Tree = dict[Any, Any]
-"""Dictionaries of arrays; layers have numbers for keys."""
+"""Nested dictionaries of arrays. Layers have integer keys."""
 
 
 def load(
@@ -35,14 +35,16 @@ def load(
     """Returns a model with a checkpoint's weights, cast to `param_dtype`.
 
     Args:
-      model: whatever --model takes: a folder of safetensors, of the engine's own format or of
-        Orbax, a short name, or a Hugging Face id.
-      from_step, hf_config: as the flags of that name, for Orbax.
+      model: any value of --model: a folder of safetensors, of the engine's own format or of Orbax,
+        a
+        short name, or a Hugging Face id.
+      from_step, hf_config: like the flags of these names, for Orbax.
       dtype, kernel: see CausalLM.
 
     Raises:
-      ConfigError, CheckpointError: one line; also if the weights are quantised, or layers are
-        of a kind that nothing here trains.
+      ConfigError, CheckpointError: the message is one line. Also raised if the weights are
+      quantised,
+        or if a layer is of a kind that cannot be trained here.
     """
     flags = ["--model", str(model)]
     flags += [] if from_step is None else ["--from-step", str(from_step)]
@@ -74,13 +76,15 @@ def save(
     keep: int | None = None,
     like: str | Path | None = None,
 ) -> Path:
-    """Write a step into a folder of Orbax checkpoints, which the engine serves. Returns its folder.
+    """Writes a step into a folder of Orbax checkpoints, which the engine can serve. Returns its
+    folder.
 
     Args:
       model: the model, or its `parameters`.
-      keep: how many of the newest steps stay; None: all.
-      like: a model's folder whose config.json and tokenizer go beside the steps; None: they are
-        there, or a server will be told with --hf-config.
+      keep: number of newest steps to keep; None: all.
+      like: folder of a model whose config.json and tokenizer are copied beside the steps; None:
+        they
+        are there already, or the server gets --hf-config.
 
     Raises:
       CheckpointError, OSError: see `save_step`.
@@ -93,12 +97,12 @@ def save(
 
 
 def parameters(model: CausalLM) -> Tree:
-    """Returns the model's arrays, as they are: `embed_tokens.embedding`, `layers.0.…`, …"""
+    """Returns the model's arrays unchanged: `embed_tokens.embedding`, `layers.0.…`, …"""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def put(tree: Tree, path: list[str], value: Any) -> None:
-    """Put a value where `flax_path` says."""
+    """Sets a value at a path of `flax_path`."""
     *outer, last = (int(key) if key.isdigit() else key for key in path)
     for key in outer:
         tree = tree.setdefault(key, {})
@@ -106,7 +110,7 @@ def put(tree: Tree, path: list[str], value: Any) -> None:
 
 
 def _with_names(tree: Any) -> Any:
-    """Orbax wants names for keys."""
+    """Returns the tree with string keys, which Orbax needs."""
     if not isinstance(tree, Mapping):
         return tree
     return {str(key): _with_names(value) for key, value in tree.items()}

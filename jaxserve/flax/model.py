@@ -1,7 +1,7 @@
 """A decoder of dense layers in Flax NNX, built from the ModelSpec that the engine runs.
 
-Its logits are those of `jaxserve.models.decoder`: tests compare both with the goldens. Paths of
-parameters are Hugging Face's names without "model.", with Flax's words for their last part.
+Its logits equal those of `jaxserve.models.decoder`: tests compare both with golden files. Paths of
+parameters are Hugging Face's names without "model.", with Flax's name as their last part.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from jaxserve.models.attention_prologue import is_needed
 from jaxserve.models.rope import RopeTables, rope_tables
 
 type Kernel = Literal["xla", "cudnn"]
-"""Of attention; see `jax.nn.dot_product_attention`."""
+"""Implementation of attention; see `jax.nn.dot_product_attention`."""
 
 _DEVIATION = 0.02
-"""Of new matrices; those that add to the residual are divided by the root of their number."""
+"""Standard deviation of new matrices. Matrices that add to the residual stream divide it by the
+square root of their number."""
 
 
 class Cache(NamedTuple):
@@ -35,21 +36,21 @@ class Cache(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What one new token of each row attends to."""
+    """The context that one new token of each row attends to."""
 
     caches: tuple[Cache, ...]
-    """Of every layer."""
+    """Caches of all layers."""
     slot: Array
-    """int32 []: the place of the new tokens in the caches."""
+    """int32 []: position of the new tokens in the caches."""
     mask: Array
-    """bool [batch, 1, 1, length]: the places that hold something."""
+    """bool [batch, 1, 1, length]: the positions that are filled."""
 
 
 class Types(NamedTuple):
-    """How a model computes."""
+    """Dtypes and attention implementation of a model."""
 
     dtype: DTypeLike
-    """Of activations and products."""
+    """Dtype of activations and products."""
     param_dtype: DTypeLike
     kernel: Kernel
 
@@ -70,7 +71,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, tables: RopeTables, cache: Cache | None, past: Past | None
     ) -> tuple[Array, Cache]:
-        """From x [batch, length, embed] to the same, and the keys and values."""
+        """Maps x [batch, length, embed] to the same shape. Also returns the keys and values."""
         spec, shape = self.spec, (*x.shape[:2], -1, self.spec.head_dim)
         q, k, v = (each(x).reshape(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -104,7 +105,7 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to its input.
+    """Attention and MLP. Each one follows a norm and is added to its input.
 
     Raises:
       ConfigError: the model's layers are of another kind.
@@ -141,12 +142,12 @@ class CausalLM(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         kernel: Kernel = "xla",
     ):
-        """A model with random weights.
+        """Returns a model with random weights.
 
         Args:
-          dtype: of activations and products. Norms and logits are computed in float32.
-          param_dtype: of the parameters.
-          kernel: of attention.
+          dtype: dtype of activations and products. Norms and logits are computed in float32.
+          param_dtype: dtype of the parameters.
+          kernel: implementation of attention.
         """
         types = Types(dtype, param_dtype, kernel)
         self.spec, self.dtype = spec, dtype
@@ -167,14 +168,15 @@ class CausalLM(nnx.Module):
         )
 
     def __call__(self, ids: Array, positions: Array | None = None) -> Array:
-        """Returns the scores of the token after each: ids int32 [batch, length] to float32
-        [batch, length, vocab]. `positions`, of the same shape, count from 0 unless given."""
+        """Returns the scores of the token after each token: ids int32 [batch, length] to float32
+        [batch, length, vocab]. `positions` has the shape of ids and counts from 0 by default."""
         return self.with_caches(ids, positions)[0]
 
     def with_caches(
         self, ids: Array, positions: Array | None = None, past: Past | None = None
     ) -> tuple[Array, tuple[Cache, ...]]:
-        """Returns scores, and keys and values of every layer: of the ids, or with `past` of all.
+        """Returns scores, and the keys and values of every layer: of `ids`, or with `past` of all
+        tokens.
 
         Raises:
           ValueError: `past` is given to a model with a sliding window.
@@ -204,7 +206,7 @@ class CausalLM(nnx.Module):
 def _linear(
     inputs: int, outputs: int, bias: bool, types: Types, rngs: nnx.Rngs, depth: int = 1
 ) -> nnx.Linear:
-    """A product; `depth`: how many such add to the residual."""
+    """Returns a linear layer. `depth`: how many such layers add to the residual stream."""
     return nnx.Linear(
         inputs,
         outputs,
@@ -223,7 +225,8 @@ def _norm(size: int, types: Types, rngs: nnx.Rngs, eps: float = 1e-6) -> nnx.RMS
 
 
 def _rotated(x: Array, tables: RopeTables) -> Array:
-    """RoPE on [batch, length, heads, head_dim], the first half of a head paired with the second."""
+    """Applies RoPE to [batch, length, heads, head_dim]; pairs the first half of a head with the
+    second."""
     cos, sin = (each.reshape(*x.shape[:2], 1, -1) for each in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

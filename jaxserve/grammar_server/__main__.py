@@ -1,7 +1,7 @@
-"""The grammar server: forks a process per grammar and hands it its orders.
+"""The grammar server: forks a process per grammar and forwards orders to it.
 
-It stays small and has one thread, so that a fork takes milliseconds and leaves nothing half done.
-It works on nothing that a client wrote.
+It stays small and has one thread, so that a fork takes milliseconds and copies no held locks. It
+never parses text of a client.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jaxserve.grammar_server.wire import (
 )
 
 _ORDERS = 0
-"""Descriptor: standard input. Reports go to standard output."""
+"""File descriptor of orders: standard input. Reports go to standard output."""
 _LOOK_SECONDS = 0.25
-"""Between two looks at how much memory all processes take."""
+"""Seconds between two checks of the memory of all processes."""
 _CAUSES = {
     signal.SIGPROF: Cause.TIME,
-    signal.SIGABRT: Cause.MEMORY,  # what Rust does when there is none
+    signal.SIGABRT: Cause.MEMORY,  # Rust aborts if an allocation fails
     signal.SIGSEGV: Cause.STACK,
     signal.SIGBUS: Cause.STACK,
 }
@@ -52,13 +52,13 @@ _CAUSES = {
 class _Process(msgspec.Struct):
     pid: int
     orders: int
-    """The pipe that it reads."""
+    """The pipe from which the process reads orders."""
     cause: Cause | None = None
-    """Why it was killed from here."""
+    """Why this server killed it; None: it did not."""
 
 
 class GrammarServer:
-    """The processes, by the numbers that the server gave them."""
+    """The grammar processes, by the numbers that the client gave them."""
 
     def __init__(self, setup: Setup, reports: int):
         self._setup = setup
@@ -80,11 +80,11 @@ class GrammarServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         gc.collect()
-        gc.freeze()  # else a collection in a process would write to the pages that all share
+        gc.freeze()  # else a collection in a child would copy the pages that all share
         self._own_bytes = process.private_bytes(os.getpid())
 
     def serve(self, orders: Frames, messages: list[bytes]) -> None:
-        """Until the server closes the pipe, or has ended. `messages`: the first ones."""
+        """Handles messages until the client closes the pipe or ends. `messages`: the first ones."""
         decoder = msgspec.msgpack.Decoder(Order)
         self._obey([decoder.decode(message) for message in messages])
         poll = select.poll()
@@ -151,7 +151,7 @@ class GrammarServer:
         os._exit(process.EXIT_DEFECT)
 
     def _send(self, number: int, order: Advance | Drop) -> None:
-        """To a process; one that is gone has been reported, perhaps before this order was given."""
+        """Sends an order to a process. Skips one that is gone, which may be reported already."""
         known = self._processes.get(number)
         if known is None:
             if isinstance(order, Advance):
@@ -163,8 +163,8 @@ class GrammarServer:
         except BlockingIOError:
             sent = 0
         except BrokenPipeError:
-            return  # it is reaped soon
-        if sent < len(data):  # it does not read
+            return  # it has ended and will be reaped
+        if sent < len(data):  # the process does not read
             self._kill(number, Cause.TIME)
 
     def _kill(self, number: int, cause: Cause) -> None:
@@ -187,7 +187,7 @@ class GrammarServer:
         tell(self._reports, Ended(number, cause))
 
     def _watch_memory(self) -> None:
-        """End the largest process where all of them take too much."""
+        """Ends the largest process if all of them together take too much memory."""
         taken = {
             number: max(0, process.private_bytes(each.pid) - self._own_bytes)
             for number, each in self._processes.items()
@@ -204,12 +204,12 @@ def _cause(status: int) -> Cause:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group; the server decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # the group gets these; the client decides
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # what the system ends first, if memory is short
+    with contextlib.suppress(OSError):  # lets the kernel kill this first if memory is short
         Path("/proc/self/oom_score_adj").write_text("1000")
     reports = os.dup(1)
-    os.dup2(2, 1)  # what is printed by mistake is no report
+    os.dup2(2, 1)  # output printed by mistake must not become a report
     orders = Frames(_ORDERS)
     messages: list[bytes] = []
     while not messages:
@@ -224,4 +224,4 @@ def main() -> None:
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
         main()
-    os._exit(0)  # processes that are left end with this one
+    os._exit(0)  # the remaining processes end with this one

@@ -1,4 +1,4 @@
-"""The process of one grammar: compiles it within limits, then computes its masks."""
+"""The process of one grammar: compiles it within limits, and then computes its masks."""
 
 from __future__ import annotations
 
@@ -45,31 +45,31 @@ _SET_PARENT_DEATH_SIGNAL = 1
 _LIMITS: Final = LLParserLimits(
     max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False
 )
-"""A lexer state takes 1 to 2 KiB. The other limits are llguidance's own: some 20 ms of a core for
-compiling, 15 ms for a mask."""
+"""A lexer state takes 1 to 2 KiB. The other limits are llguidance's defaults: about 20 ms of a core
+to compile, and 15 ms for a mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What all processes have in common."""
+    """State that all grammar processes share."""
 
     tokenizer: LLTokenizer
     address: int
-    """Of the memory that masks are written to."""
+    """Address of the shared memory for masks."""
     mask_bytes: int
     num_slots: int
     limits: Limits
 
 
 def run(start: Start, orders: int, reports: int, shared: Shared) -> NoReturn:
-    """The life of a process that was just forked. Ends when the pipe `orders` is closed, with the
-    process that forked it, or at a limit: by a signal, wherever in native code it is."""
+    """Runs a process that was just forked. It ends when the pipe `orders` is closed, when its
+    parent ends, or at a limit: by a signal, even inside native code."""
     with contextlib.suppress(BaseException):
         _limit(shared.limits)
         if start.niceness:
             os.nice(start.niceness)
         threading.stack_size(shared.limits.stack_bytes)
-        # The stack of a process's first thread is not of our choosing.
+        # The stack size of a process's first thread cannot be chosen.
         thread = threading.Thread(target=_live, args=(start, orders, reports, shared))
         thread.start()
         thread.join()
@@ -77,19 +77,19 @@ def run(start: Start, orders: int, reports: int, shared: Shared) -> NoReturn:
 
 
 def _limit(limits: Limits) -> None:
-    """Memory, what a crash leaves behind, and the end of the parent."""
+    """Sets limits on memory and core dumps, and ends with the parent."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _allow_memory(limits.process_bytes + limits.stack_bytes)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # what a panic prints is of the client's making
+    os.dup2(nowhere, 2)  # the output of a panic may contain the client's text
 
 
 def _allow_memory(more: int) -> None:
-    """So many bytes beyond those that the process has, or may have by now.
+    """Allows `more` bytes beyond the current use, or beyond an earlier limit.
 
-    Of RLIMIT_DATA: what is writable and nobody else's. RLIMIT_AS would count addresses that the C
-    library only reserves, 64 MiB per thread.
+    Uses RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would also count addresses
+    that the C library only reserves, 64 MiB per thread.
     """
     allowed, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if allowed == resource.RLIM_INFINITY:
@@ -100,7 +100,7 @@ def _allow_memory(more: int) -> None:
 
 @contextlib.contextmanager
 def _within(seconds: float) -> Generator[None]:
-    """The process ends, by SIGPROF, if it needs more processor time."""
+    """Ends the process with SIGPROF if the block needs more CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -114,15 +114,16 @@ def _live(start: Start, orders: int, reports: int, shared: Shared) -> None:
             _Followers(root, reports, shared).follow(Frames(orders))
     except MemoryError:
         os._exit(EXIT_MEMORY)
-    except BaseException as error:  # a panic of llguidance's is no Exception
+    except BaseException as error:  # a panic in llguidance is not an Exception
         where = "".join(traceback.format_tb(error.__traceback__))[-_MAX_ERROR:]
-        tell(reports, Defect(start.process, f"{type(error).__name__}\n{where}"))  # none of its text
+        tell(reports, Defect(start.process, f"{type(error).__name__}\n{where}"))  # without its text
         os._exit(EXIT_DEFECT)
     os._exit(0)
 
 
 def _compiled(start: Start, reports: int, shared: Shared) -> LLMatcher | None:
-    """The grammar before its first token; None after an error that was reported."""
+    """Returns the compiled grammar before its first token; None after an error that was
+    reported."""
     error: str | None = None
     matcher: LLMatcher | None = None
     before = private_bytes()
@@ -142,8 +143,8 @@ def _compiled(start: Start, reports: int, shared: Shared) -> LLMatcher | None:
 
 
 def private_bytes(pid: int | str = "self") -> int:
-    """What is in memory for a process and belongs to no file; shared with its parent, too. 0 if it
-    has ended."""
+    """Returns the resident bytes of a process that belong to no file, including those shared with
+    its parent. 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, of_files, *_ = file.read().split()
@@ -171,7 +172,7 @@ def _in_llguidances_words(grammar: Grammar) -> str:
 
 
 def _one(text: str) -> dict[str, Any]:
-    """llguidance's own shape for one grammar: text is Lark, or JSON that lists it."""
+    """Returns llguidance's format of one grammar. Its text is Lark, or JSON that lists it."""
     try:
         return msgspec.json.decode(text, type=_Listed).grammars[0]
     except msgspec.MsgspecError:
@@ -198,7 +199,7 @@ class _Followers:
         self._executor: LLExecutor | None = None
 
     def follow(self, orders: Frames) -> None:
-        """Until nobody gives orders any more. All jobs at hand share one parallel call."""
+        """Handles orders until the pipe is closed. All available jobs share one parallel call."""
         decoder = msgspec.msgpack.Decoder(Advance | Drop)
         while (messages := orders.read()) is not None:
             jobs: list[Job] = []
@@ -216,7 +217,7 @@ class _Followers:
                 self._matchers.pop(sequence, None)
 
     def _advanced(self, jobs: list[Job]) -> list[LLMatcher]:
-        """The matchers of the jobs, with their masks in the slots."""
+        """Returns the matchers of the jobs, after it wrote their masks to the slots."""
         shared, known = self._shared, self._matchers
         matchers: list[LLMatcher] = []
         for job in jobs:
@@ -246,7 +247,8 @@ class _Followers:
         return LLExecutor(limits.threads)
 
     def _report(self, jobs: list[Job], matchers: list[LLMatcher]) -> None:
-        """Those that look ahead come last, so that no other sequence waits for it."""
+        """Reports the jobs. Jobs with drafts come last, so that no other sequence waits for
+        them."""
         done: list[int] = []
         looking: list[tuple[Job, LLMatcher]] = []
         for job, matcher in zip(jobs, matchers, strict=True):
@@ -262,14 +264,15 @@ class _Followers:
             tell(self._reports, self._looked_ahead(job, matcher))
 
     def _looked_ahead(self, job: Job, matcher: LLMatcher) -> LookedAhead:
-        """Computes the masks after drafts: those that the grammar forces, or, if they begin with
-        these, those of the job up to the first that it forbids. The matcher stays where it is."""
+        """Computes the masks after drafts. Drafts are the tokens that the grammar forces. If the
+        job's drafts begin with those, they are the job's drafts up to the first forbidden one. The
+        matcher does not move."""
         forced = matcher.compute_ff_tokens()
         guessed = job.drafts[: len(forced)] == forced and len(job.drafts) > len(forced)
         drafts = job.drafts if guessed else forced
         found: list[int] = []
         if drafts:
-            matcher = matcher.deep_copy()  # a limit that is met on the way ends no sequence
+            matcher = matcher.deep_copy()  # a limit met here must not end the sequence
         for draft, slot in zip(drafts, job.slots[1:], strict=False):
             if matcher.is_stopped() or matcher.try_consume_tokens([draft]) != 1:
                 break

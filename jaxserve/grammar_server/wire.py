@@ -1,4 +1,4 @@
-"""What the server, the grammar server and its processes tell each other: MessagePack in frames."""
+"""Messages between the client, the grammar server and its processes: MessagePack in frames."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from enum import StrEnum, auto
 import msgspec
 
 _MAX_ATOMIC = 4096
-"""Bytes that a pipe takes as a whole."""
+"""The most bytes that a write to a pipe transfers atomically."""
 
 _LENGTH = struct.Struct("<I")
 
 
 class Kind(StrEnum):
-    """Of a grammar's text."""
+    """Syntax of a grammar's text."""
 
     LARK = auto()
     """llguidance's dialect."""
@@ -23,66 +23,67 @@ class Kind(StrEnum):
     REGEX = auto()
     JSON_SCHEMA = auto()
     PARTS = auto()
-    """A JSON object of grammars, of which the first is Lark that names the others: `@name`."""
+    """A JSON object of grammars. The first one is Lark and refers to the others as `@name`."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an output must look like, as text."""
+    """A grammar for an output, as text."""
 
     kind: Kind
     text: str
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of what grammars may take."""
+    """Limits on the resources of grammars."""
 
     process_bytes: int = 256 * 2**20
-    """Memory of one process beyond that of the vocabulary, which all share."""
+    """Memory of one process, without the vocabulary that all share."""
     total_bytes: int = 4 * 2**30
-    """Memory of all processes together, without the vocabulary. Beyond it the largest is ended."""
+    """Memory of all processes together, without the vocabulary. Above it, the largest one is
+    ended."""
     stack_bytes: int = 64 * 2**20
-    """Of each thread that compiles or computes masks."""
+    """Stack size of each thread that compiles or computes masks."""
     mask_seconds: float = 5.0
-    """Processor time of one mask."""
+    """CPU time of one mask."""
     threads: int = 1
-    """That compute masks of one grammar for several sequences."""
+    """Threads that compute masks of one grammar for several sequences."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message: all that a grammar server has to know of the model."""
+    """The first message: all facts about the model that a grammar server needs."""
 
     tokenizer: bytes
-    """Pickled."""
+    """The pickled tokenizer."""
     num_tokens: int
-    """The tokenizer's, and one more where it has none that ends a sequence."""
+    """The tokenizer's number of tokens, plus one if it has no end token."""
     end_token_ids: list[int]
     masks: int
-    """Descriptor of the shared memory that masks are written to, in slots."""
+    """File descriptor of the shared memory for masks, which is divided into slots."""
     num_slots: int
     limits: Limits
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compile a grammar in a new process, whose first mask goes into `slot`."""
+    """Compiles a grammar in a new process and writes its first mask to `slot`."""
 
     process: int
     grammar: Grammar
     slot: int
     seconds: float
-    """Of processor time."""
+    """The limit of CPU time."""
     niceness: int
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence got tokens; the mask of its next one goes into the first slot, and those after
-    drafts into the others."""
+    """New tokens of a sequence. The mask of its next token goes to the first slot, and the masks
+    after drafts to the other slots."""
 
     process: int
     sequence: int
     tokens: list[int]
     slots: list[int]
     drafts: list[int]
-    """Guesses of the tokens that come next."""
+    """Guesses of the next tokens."""
 
 
 class Advance(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -97,7 +98,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nobody needs the grammar any more."""
+    """Ends the process of a grammar that is no longer needed."""
 
     process: int
 
@@ -110,11 +111,11 @@ class Cause(StrEnum):
 
     TIME = auto()
     MEMORY = auto()
-    """Its own limit."""
+    """The process exceeded its own limit."""
     TOTAL_MEMORY = auto()
     STACK = auto()
     NOT_STARTED = auto()
-    """The system has no room for another process."""
+    """The system could not start another process."""
     OTHER = auto()
 
 
@@ -123,7 +124,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True, array_like=True):
     error: str | None
     """None: the first mask is in its slot."""
     size: int
-    """Bytes of memory that it took."""
+    """Bytes of memory that the compilation took."""
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -133,12 +134,12 @@ class Masks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LookedAhead(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A job's first slot holds its mask, and the next ones those after each of the drafts."""
+    """A job's first slot holds its mask, and the next slots the masks after each draft."""
 
     slot: int
     drafts: list[int]
     forced: int
-    """So many first drafts are all that the grammar allows there."""
+    """This many first drafts are forced: the grammar allows no other token."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -149,14 +150,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Defect(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A process met what it should not; it ends."""
+    """A process met an unexpected error and ends."""
 
     process: int
     error: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A process is not there any more: what it has not answered it never will."""
+    """A process has ended. It will answer no further orders."""
 
     process: int
     cause: Cause
@@ -171,14 +172,14 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def tell(reports: int, report: msgspec.Struct) -> None:
-    """Into a pipe that many processes write to: their frames are not to cut up each other."""
+    """Writes a report to a pipe that many processes share. The frame is written atomically."""
     data = frame(report)
     assert len(data) <= _MAX_ATOMIC, "a report must be short"
     os.write(reports, data)
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """All of it."""
+    """Writes all data."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -192,7 +193,7 @@ class Frames:
         self._buffer = bytearray()
 
     def read(self) -> list[bytes] | None:
-        """Waits for data; the messages that are complete by now. None: the other side has ended."""
+        """Waits for data. Returns the complete messages; None: the other side has ended."""
         data = os.read(self._descriptor, 1 << 20)
         if not data:
             return None

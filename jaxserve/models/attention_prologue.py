@@ -1,7 +1,7 @@
-"""What comes between the projection of attention and its kernels in some models: gates, RoPE of a
-part of each head, norms with weights in float32.
+"""Prepares queries and keys for models whose attention needs more than the kernels do: gates, RoPE
+on part of a head, norms with float32 weights.
 
-The kernels then get queries and keys that are normed and rotated already, so every KV format and
+The kernels then get queries and keys that are already normed and rotated, so every KV format and
 every kernel serves such models.
 """
 
@@ -23,16 +23,16 @@ from jaxserve_kernels.target import Target
 
 
 class Prologue(NamedTuple):
-    """What attention takes in place of the projection."""
+    """The inputs of attention in place of the projection."""
 
     qkv: Array  # [1, tokens, q_size + 2 * kv_size]
     tables: RopeTables
-    """That rotate nothing."""
+    """Tables that rotate nothing."""
     gate: Array | None  # [tokens, q_size]
 
 
 def is_needed(spec: ModelSpec) -> bool:
-    """Returns whether attention's kernels cannot do all that a model asks before attention."""
+    """Returns whether a model needs more before attention than the attention kernels do."""
     attention = spec.attention
     return attention.gated or attention.rope.fraction < 1 or spec.zero_centred_norms
 
@@ -46,7 +46,7 @@ def prologue(
     dtype: DTypeLike,
     target: Target,
 ) -> Prologue:
-    """See `attention_prologue.reference`; `dtype` is that of activations."""
+    """See `attention_prologue.reference`. `dtype`: that of activations."""
     own = spec.attention
     shape = PrologueHeads(own.q_heads, own.kv_heads, own.head_dim, own.gated)
     qkv, gate = attention_prologue(
@@ -63,5 +63,6 @@ def _identity(tokens: int, head_dim: int, xp: Any = jnp) -> RopeTables:
 
 @functools.lru_cache(maxsize=64)
 def _constants(tokens: int, head_dim: int) -> RopeTables:
-    """Of numpy: where kernels are launched by PDL, nothing is computed between them."""
+    """Returns tables as numpy constants: nothing may be computed between kernels launched by
+    PDL."""
     return _identity(tokens, head_dim, np)

@@ -1,4 +1,4 @@
-"""Activation-aware quantisation of a decoder layer: where the factors of each matrix go."""
+"""Activation-aware quantisation (AWQ) of a decoder layer: where each matrix's factors go."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _PART = re.compile(rf"layers\.([0-9]+)\.({'|'.join(_CHANGED)})")
 
 
 class AwqLayers:
-    """Layers that are quantised when the first of their parts is asked for, in ascending order.
+    """Quantises layers in ascending order, each when its first part is requested.
 
-    One that nobody asks for, because it is written already, is only run: what comes after it reads
-    what it computes.
+    A layer that nobody requests, because it is written already, is only run: later layers read its
+    output.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AwqLayers:
     ) -> None:
         """
         Args:
-          load: the unquantised model, once the first part is asked for.
+          load: returns the unquantised model; called with the first request.
           sequences: int32 [sequences, tokens], the calibration text.
         """
         self._spec = spec
@@ -53,14 +53,14 @@ class AwqLayers:
         self._index, self._quantized = -1, None
 
     def part(self, path: str) -> Any:
-        """What the part of this path becomes; None: it does not change."""
+        """Returns the new value of the part at this path; None: it does not change."""
         found = _PART.fullmatch(path)
         if found is None:
             return None
         return getattr(self._layer(int(found[1])), found[2])
 
     def _layer(self, index: int) -> Layer:
-        assert index >= self._index, "layers are asked for in ascending order"
+        assert index >= self._index, "layers are requested in ascending order"
         if self._quantized is None or index > self._index:
             layer, inputs = next(each for at, each in self._layers if at == index)
             quantized = quantize_layer_awq(layer, inputs, self._spec)
@@ -89,13 +89,13 @@ class Quantized(NamedTuple):
 def quantize_layer_awq(
     layer: Layer, inputs: LayerInputs[InputStatistics], spec: ModelSpec
 ) -> Quantized:
-    """Search, fold, clip and round the four matrices.
+    """Searches factors for the four matrices, folds them in, and clips and rounds the matrices.
 
-    A matrix's factors come off its inputs where these are made: in the norms before qkv and
-    gate_up, in the rows of values before out (one factor for all query heads that share a value),
-    in the rows of up before down. Biases have the factors of their rows. Norms are
-    rounded to their dtype first and factors taken from what that leaves, so that folding changes
-    nothing else.
+    The inverse of a matrix's factors is folded into whatever produces its inputs. For qkv and
+    gate_up, that is the norm before them. For out, it is the rows of values, with one factor for
+    all query heads that share a value. For down, it is the rows of up. Biases get the factors of
+    their rows. Norms are rounded to their dtype first, and the factors are computed from the
+    rounded norms, so that folding changes nothing else.
     """
     assert layer.qkv is not None and layer.out is not None
     assert layer.gate_up is not None and layer.down is not None
@@ -133,28 +133,28 @@ def _scale(weight: Weight, inputs: InputStatistics) -> Array:
 
 
 def _plain(weight: Weight) -> Array:
-    assert isinstance(weight, Array), "it is quantised already"
+    assert isinstance(weight, Array), "it is already quantised"
     return weight
 
 
 def _of_values(inputs: InputStatistics, spec: ModelSpec) -> InputStatistics:
-    """With the mean of all query heads that share a value: [q_size] as before."""
+    """Returns the statistics with the mean of all query heads that share a value: [q_size]."""
     return inputs._replace(mean=_shared(inputs.mean, spec))
 
 
 def _shared(values: Array, spec: ModelSpec) -> Array:
-    """[q_size], the query heads of each value with their mean."""
+    """Returns [q_size]: each query head gets the mean of the heads that share its value."""
     heads = values.reshape(spec.kv_heads, -1, spec.head_dim)
     return jnp.broadcast_to(jnp.mean(heads, axis=1, keepdims=True), heads.shape).reshape(-1)
 
 
 def _once(values: Array, spec: ModelSpec) -> Array:
-    """[q_size] of shared values to [kv_size]."""
+    """Reduces [q_size] of shared values to [kv_size]."""
     return values.reshape(spec.kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
 
 
 def _folded(norm: Array, scale: Array) -> tuple[Array, Array]:
-    """The norm's weight divided by `scale`, and the factors that this really is."""
+    """Returns the norm's weight divided by `scale`, and the factors that rounding leaves."""
     wide = norm.astype(jnp.float32)
     divided = (wide / scale).astype(norm.dtype)
     exact = wide / jnp.where(divided == 0, 1.0, divided.astype(jnp.float32))
@@ -165,9 +165,10 @@ def _folded(norm: Array, scale: Array) -> tuple[Array, Array]:
 def _matrix(
     weight: Weight, inputs: InputStatistics, scale: Array, rows: Array | None = None
 ) -> tuple[Int4Weight, Array]:
-    """weight * scale / rows[:, None], clipped and rounded; and the product's relative error.
+    """Returns weight * scale / rows[:, None], clipped and rounded, and the product's relative
+    error.
 
-    `inputs` are those before they are divided by `scale`.
+    `inputs`: statistics before the division by `scale`.
     """
     wide = _plain(weight).astype(jnp.float32)
     divisor = jnp.ones((1, 1)) if rows is None else rows[:, None]

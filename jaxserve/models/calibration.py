@@ -1,4 +1,4 @@
-"""What the matrices of each layer take in while the model reads a text: for quantisers."""
+"""Runs a model on a text and collects the inputs of each matrix, for quantisers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve_kernels.weights.awq import InputStatistics, statistics
 
 
 class LayerInputs[Of](NamedTuple):
-    """Of each matrix of a layer: its inputs [tokens, in], or statistics of them."""
+    """For each matrix of a layer, its inputs [tokens, in], or statistics of them."""
 
     qkv: Of
     out: Of
@@ -34,7 +34,8 @@ class LayerInputs[Of](NamedTuple):
 def layer_statistics(
     params: Params, sequences: Array, spec: ModelSpec
 ) -> Iterator[LayerInputs[InputStatistics]]:
-    """Layer after layer, of the unquantised model over token ids [sequences, tokens]."""
+    """Yields the statistics of each layer of the unquantised model on token ids [sequences,
+    tokens]."""
     dtype = params.final_norm.dtype
     x = jax.vmap(lambda ids: take_rows(params.embedding, ids, dtype))(sequences)
     for layer, each in zip(layer_views(params.layers), spec.layers, strict=True):
@@ -57,9 +58,9 @@ def _layer_statistics(
 def run_layer(
     layer: Layer, x: Array, spec: LayerSpec, *, eps: float
 ) -> tuple[Array, LayerInputs[Array]]:
-    """One sequence x [tokens, embed] through a layer as `decoder.forward` does it, without a cache.
+    """Runs one sequence x [tokens, embed] through a layer like `decoder.forward`, without a cache.
 
-    Returns what comes out, and what each matrix took in.
+    Returns the layer's output and the inputs of each matrix.
     """
     tokens, attention = x.shape[0], spec.attention
     assert attention is not None and layer.qkv is not None and layer.out is not None

@@ -1,6 +1,6 @@
-"""The decoder: parameters and the forward pass of whatever layers a ModelSpec has.
+"""The decoder: parameters and the forward pass for the layers of any ModelSpec.
 
-Grouped-query attention with RoPE, delta nets, SwiGLU, pre-norms.
+Layers have grouped-query attention with RoPE or delta nets, SwiGLU or experts, and pre-norms.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from jaxserve_kernels.weights import Weight
 
 
 class Params(NamedTuple):
-    """All weights. `lm_head` is None when it is tied to the embedding.
+    """All weights. `lm_head` is None if it is tied to the embedding.
 
-    `layers` is either a tuple, or one Layer whose arrays hold all layers on a leading axis: few
-    arguments are cheap to launch on a GPU, and a CPU would copy each slice. It is a tuple, too,
-    where only some layers have experts, or attention.
+    `layers` is a tuple, or one Layer whose arrays hold all layers on a leading axis. A GPU launches
+    programs with few arguments faster; a CPU would copy each slice. Models in which only some
+    layers have experts or attention always use a tuple.
     """
 
     embedding: Weight  # [vocab, embed]
@@ -50,7 +50,7 @@ class Params(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """Of activations."""
+        """The dtype of activations."""
         if isinstance(self.layers, Layer):
             return self.final_norm.dtype
         deltas = (layer.delta for layer in self.layers if layer.delta is not None)
@@ -58,7 +58,7 @@ class Params(NamedTuple):
 
 
 def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Params:
-    """Shapes and dtypes of the parameters; see Params for `stacked`."""
+    """Returns the shapes and dtypes of the parameters. See Params for `stacked`."""
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -79,19 +79,19 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
 
 
 class PreMLP(NamedTuple):
-    """Tokens after the attention of the last layer, before its output projection and its MLP: what
-    is left to do concerns each alone."""
+    """Tokens after the attention of the last layer, before its output projection and its MLP. The
+    rest of the computation handles each token separately."""
 
     x: Array  # [tokens, embed]: hidden states that the layer adds to
-    attention_out: Array  # [tokens, q_size], or what a delta net gives
+    attention_out: Array  # [tokens, q_size], or the output of a delta net
 
     def of(self, rows: Array) -> PreMLP:
-        """The tokens at `rows` [n]."""
+        """Returns the tokens at `rows` [n]."""
         return PreMLP(self.x[rows], self.attention_out[rows])
 
 
 def abstract_pre_mlp(spec: ModelSpec, dtype: DTypeLike, tokens: int) -> PreMLP:
-    """Shapes and dtypes of so many."""
+    """Returns the shapes and dtypes of `tokens` tokens."""
 
     def array(width: int) -> Any:
         return jax.ShapeDtypeStruct((tokens, width), dtype)
@@ -108,12 +108,13 @@ def forward(
     tile_size: int,
     target: Target,
 ) -> tuple[PreMLP, Caches]:
-    """Run a step's tokens through the decoder and store their keys and values.
+    """Runs a step's tokens through the decoder and stores their keys and values.
 
-    Only tokens whose hidden state somebody wants need the rest of the last layer: `finish`.
+    It leaves out the end of the last layer. `finish` computes that, for the tokens whose hidden
+    state is needed.
 
     Args:
-      kv: the caches, updated in place when donated.
+      kv: the caches, updated in place if donated.
 
     Returns:
       All tokens before the end of the last layer, and kv.
@@ -131,8 +132,8 @@ def tapped_forward(
     target: Target,
     taps: Sequence[int] = (),
 ) -> tuple[PreMLP, Caches, tuple[Array, ...]]:
-    """`forward`, and the hidden states [tokens, embed] after each layer of `taps`, which are in
-    their order and without the last."""
+    """Does the same as `forward`. Also returns the hidden states [tokens, embed] after each layer
+    in `taps`, which are in order and do not include the last layer."""
     x, normed, tables = _begin(params, tokens, spec)
     layers = layer_views(params.layers)
     run = functools.partial(_run_layers, tile_size=tile_size, target=target, taps=taps)
@@ -152,7 +153,7 @@ def tapped_forward(
 
 
 def finish(params: Params, tokens: PreMLP, spec: ModelSpec, *, target: Target) -> Array:
-    """Hidden states after the final norm [tokens, embed]."""
+    """Returns the hidden states after the final norm, [tokens, embed]."""
     layers = layer_views(params.layers)
     with jax.named_scope(f"layer_{len(layers) - 1}"):
         return plain(
@@ -163,7 +164,7 @@ def finish(params: Params, tokens: PreMLP, spec: ModelSpec, *, target: Target) -
 def decode(
     params: Params, kv: Caches, tokens: StepTokens, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Caches]:
-    """`forward` and `finish` of tokens that are each the next one of their sequence.
+    """Runs `forward` and `finish` for tokens that each continue a different sequence.
 
     Returns:
       Hidden states after the final norm [tokens, embed], and kv.
@@ -180,13 +181,13 @@ def tapped_decode(
     target: Target,
     taps: Sequence[int] = (),
 ) -> tuple[Array, Caches, tuple[Array, ...]]:
-    """`decode`, and the hidden states that `tapped_forward` gives."""
+    """Does the same as `decode`. Also returns the hidden states of `tapped_forward`."""
     x, normed, tables = _begin(params, tokens, spec)
     layers = functools.partial(_decode_layers, spec=spec, taps=taps)
-    # PDL takes what no kernel reads along.
+    # PDL also carries arrays that no kernel reads.
     read = as_read(params.layers, tokens.ids.shape[0], target=target)
     arguments = (read, params.final_norm, x, normed, kv, tables, tokens)
-    # A decode step is too short to wait for the start of each kernel.
+    # A decode step is too short to wait for the launch of each kernel.
     normed, kv, tapped = pdl.call(layers, *arguments, target=target)
     return normed, _end_step(kv, tokens, tile_size=1, target=target), tapped
 
@@ -194,7 +195,7 @@ def tapped_decode(
 def _begin(
     params: Params, tokens: StepTokens, spec: ModelSpec
 ) -> tuple[Array, Array, tuple[RopeTables, ...]]:
-    """x [tokens, embed], x with the first norm, and the different tables of RoPE."""
+    """Returns x [tokens, embed], x after the first norm, and the distinct RoPE tables."""
     x = take_rows(params.embedding, tokens.ids, params.dtype)
     tables = step_tables(spec, tokens.positions)
     first = layer_views(params.layers)[0]
@@ -214,7 +215,8 @@ def _decode_layers(
     target: Target,
     taps: Sequence[int],
 ) -> tuple[Array, Caches, tuple[Array, ...]]:
-    """All layers on x [tokens, embed] with its norm: the final norm, caches, what is tapped."""
+    """Runs all layers on x [tokens, embed] and its norm. Returns the final norm, caches and
+    taps."""
     layers = layer_views(stack)
     next_norms = [*_next_norms(layers), Norm(final_norm)]
     run = functools.partial(_run_layers, tile_size=1, target=target, taps=taps)
@@ -223,7 +225,7 @@ def _decode_layers(
 
 
 def _next_norms(layers: Sequence[Layer]) -> list[Norm]:
-    """Of each layer but the last one."""
+    """Returns the norm after each layer except the last."""
     return [Norm(layer.attention_norm, layer.qkv) for layer in layers[1:]]
 
 
@@ -241,7 +243,7 @@ def _run_layers(
     target: Target,
     taps: Sequence[int],
 ) -> tuple[Array, Normed, Caches, tuple[Array, ...]]:
-    """The first layers one after the other, see `decoder_layer`; and x after those in `taps`."""
+    """Runs the first layers in order, see `decoder_layer`. Also returns x after those in `taps`."""
     tapped: list[Array] = []
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         with jax.named_scope(f"layer_{index}"):
@@ -257,13 +259,13 @@ def _run_layers(
 
 
 def _end_step(kv: Caches, tokens: StepTokens, *, tile_size: int, target: Target) -> Caches:
-    """What is left to do in the caches when all layers have attended."""
+    """Completes the caches when all layers have attended."""
     end, caches = functools.partial(end_step, tile_size=tile_size, target=target), paged(kv)
     ended = (end(cache, places) for cache, places in zip(caches, tokens.places, strict=True))
     return (*ended, *kv[len(caches) :])
 
 
 def logits(params: Params, hidden: Array, *, target: Target) -> Array:
-    """Scores of the next token: hidden [rows, embed] to float32 [rows, vocab]."""
+    """Returns the scores of the next token, float32 [rows, vocab], for hidden [rows, embed]."""
     head = params.embedding if params.lm_head is None else params.lm_head
     return sum_parts(linear(hidden, head, jnp.float32, target=target), jnp.float32)

@@ -1,4 +1,4 @@
-"""A recurrent layer's mixer: linear attention by the gated delta rule behind a convolution."""
+"""Recurrent layers: linear attention by the gated delta rule after a causal convolution."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxserve_kernels.weights import Weight
 
 
 class DeltaNet(NamedTuple):
-    """Weights of a delta net. Matrices are [out, in], as on disk; the large ones may be
+    """Weights of a delta net. Matrices are [out, in], as on disk. The large ones may be
     quantised."""
 
     in_proj: Weight  # [channels + values, embed]: queries, keys, values, and gates of the output
-    in_gates: Array  # [2 * value_heads, embed]: of decays, then of writes
+    in_gates: Array  # [2 * value_heads, embed]: gates of decays, then of writes
     conv: Array  # [channels, conv_width]
     a_log: Array  # float32 [value_heads]
     dt_bias: Array  # float32 [value_heads]
@@ -42,7 +42,7 @@ class DeltaNet(NamedTuple):
 
 
 def abstract(spec: DeltaNetSpec, embed: int, dtype: DTypeLike) -> DeltaNet:
-    """Shapes and dtypes of the weights, in a model whose hidden states have `embed` elements."""
+    """Returns the shapes and dtypes of the weights for hidden states of `embed` elements."""
 
     def array(*shape: int, dtype: DTypeLike = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -59,11 +59,11 @@ def abstract(spec: DeltaNetSpec, embed: int, dtype: DTypeLike) -> DeltaNet:
 
 
 def abstract_state(spec: ModelSpec, dtype: DTypeLike, slots: int) -> RecurrentState | None:
-    """Shapes and dtypes of the state of a model's recurrent layers; None: it has none.
+    """Returns the shapes and dtypes of the state of the recurrent layers; None: there are none.
 
     Args:
-      dtype: of activations.
-      slots: with the padding slot.
+      dtype: dtype of activations.
+      slots: number of slots, including the padding slot.
     """
     if spec.state is None:
         return None
@@ -77,7 +77,7 @@ def abstract_state(spec: ModelSpec, dtype: DTypeLike, slots: int) -> RecurrentSt
 
 
 class LayerInputs(NamedTuple):
-    """What a layer's state takes of a step's tokens, in the dtype of activations."""
+    """Inputs of a step's tokens to a layer's state, in the dtype of activations."""
 
     conv: Array  # [tokens, channels], see `causal_conv.reference.keep_inputs`
     qkv: Array  # [tokens, channels], see `gated_delta_rule.reference.advance_state`
@@ -85,12 +85,12 @@ class LayerInputs(NamedTuple):
 
 
 class Unsettled(NamedTuple):
-    """State before a step of which it is not known yet how many tokens count. Layers read it, and
-    leave what they would change: `settle` does that."""
+    """State before a step whose number of accepted tokens is not known yet. Layers read the state
+    and collect their inputs to it. `settle` applies the inputs later."""
 
     state: RecurrentState
     inputs: tuple[LayerInputs, ...] = ()
-    """Of the layers so far."""
+    """Inputs of the layers so far."""
 
 
 def input_bytes(spec: ModelSpec, itemsize: int) -> int:
@@ -111,13 +111,13 @@ def mix(
     *,
     target: Target,
 ) -> tuple[Array, RecurrentState | Unsettled]:
-    """A step's tokens through a delta net, but for its output projection.
+    """Runs a step's tokens through a delta net, without its output projection.
 
     Args:
-      normed: [tokens, embed], the layer's input with its norm.
-      state: of all recurrent layers, updated in place when donated.
-      layer: which of them this is.
-      step: where the tokens belong.
+      normed: [tokens, embed], the layer's input after its norm.
+      state: state of all recurrent layers, updated in place if donated.
+      layer: index among the recurrent layers.
+      step: the slots and positions of the tokens.
 
     Returns:
       [tokens, values] in the dtype of activations, and state.
@@ -151,7 +151,7 @@ def _looked_ahead(
     *,
     target: Target,
 ) -> tuple[Array, LayerInputs]:
-    """`mix` of an unsettled step."""
+    """`mix` for a step with unsettled state."""
     mixed = convolve(projected, weights.conv, state.conv, layer, step, target=target)
     out = rule_outputs(
         RuleTokens(mixed, gates, projected),
@@ -173,12 +173,12 @@ def settle(
     *,
     target: Target,
 ) -> RecurrentState:
-    """Returns the state behind a step.
+    """Returns the state after a step.
 
     Args:
-      weights: of all recurrent layers.
-      step: the tokens that count, of those of the step (`RecurrentStep.cut`). The same numbers are
-        computed in the same order as if there had been no others.
+      weights: weights of all recurrent layers.
+      step: the accepted tokens of the step (`RecurrentStep.cut`). The result is computed from the
+        same numbers in the same order as if the step had no other tokens.
     """
     (conv, delta), config = unsettled.state, _rule_config(spec)
     for layer, (own, inputs) in enumerate(zip(weights, unsettled.inputs, strict=True)):

@@ -1,6 +1,6 @@
-"""What families have in common in Hugging Face's `config.json`. No I/O.
+"""Reads the fields of Hugging Face's `config.json` that families share. No I/O.
 
-Everything that would be computed wrongly is refused; problems are collected and said at once.
+It refuses everything that would be computed wrongly, and reports all problems together.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def dense_spec(
     partial_rope: float | None = None,
     max_position: int,
 ) -> ModelSpec:
-    """A decoder of plain layers, each of grouped-query attention and a gated feed-forward block.
+    """Returns a decoder of plain layers: grouped-query attention and a gated feed-forward block.
 
     Args:
-      problems: what the family found wrong.
-      partial_rope: the part of each head that RoPE rotates where the file does not say; None: all
-        of it, and nothing else is supported.
-      max_position: where the file has no `max_position_embeddings`.
+      problems: the problems that the family found.
+      partial_rope: default for the part of each head that RoPE rotates; None: RoPE rotates whole
+        heads, and no other value is supported.
+      max_position: default for `max_position_embeddings`.
 
     Raises:
-      ConfigError: everything wrong with the file.
+      ConfigError: the file has problems; the message lists all of them.
     """
     found = [*problems, *_unsupported(config), *_bad_counts(config)]
     if found:
@@ -94,7 +94,7 @@ def dense_spec(
 
 
 def with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
-    """With a window, or none, for each layer."""
+    """Returns the model with a window, or None, for each layer."""
     layers = (
         replace(layer, attention=replace(layer.attention, window=window))
         if layer.attention
@@ -105,16 +105,18 @@ def with_windows(spec: ModelSpec, windows: Sequence[int | None]) -> ModelSpec:
 
 
 def window_size(config: Config) -> int | None:
-    """`sliding_window`; None: there is none. ConfigError: it is no positive integer."""
+    """Returns `sliding_window`; None: there is none. Raises ConfigError unless it is a positive
+    integer."""
     if config.get("sliding_window") is None:
         return None
     return count(config, "sliding_window")
 
 
 def switched_window(config: Config) -> int | None:
-    """Qwen's `sliding_window`, if `use_sliding_window` is on.
+    """Returns Qwen's `sliding_window` if `use_sliding_window` is on, else None.
 
-    ConfigError: a window that is on and has no size.
+    Raises:
+      ConfigError: the window is on but has no size.
     """
     if not config.get("use_sliding_window"):
         return None
@@ -125,8 +127,9 @@ def switched_window(config: Config) -> int | None:
 
 
 def late_windows(config: Config, layers: int) -> list[int | None]:
-    """The `switched_window`, if there is one, in the layers that `layer_types` lists, or in those
-    from `max_window_layers` on. ConfigError: as there."""
+    """Returns the window of each layer. `switched_window` applies to the layers that `layer_types`
+    lists, or to the layers from `max_window_layers` on. Raises ConfigError like
+    `switched_window`."""
     window = switched_window(config)
     if window is None:
         return [None] * layers
@@ -140,15 +143,15 @@ def late_windows(config: Config, layers: int) -> list[int | None]:
 
 
 def refused(config: Config, key: str, why: str) -> list[str]:
-    """The problem of a switch that is on, if it is."""
+    """Returns the problem of an unsupported switch if it is on, else an empty list."""
     return [f"{key} is true, {why}"] if config.get(key) else []
 
 
 def count(config: Config, key: str, otherwise: int | None = None) -> int:
-    """A positive integer; `otherwise` where there is none.
+    """Returns a positive integer; `otherwise` if the key is missing.
 
     Raises:
-      ConfigError: it is something else, or missing without an `otherwise`.
+      ConfigError: the value is no positive integer, or is missing without an `otherwise`.
     """
     if config.get(key) is None and otherwise is not None:
         return otherwise
@@ -187,11 +190,13 @@ def _is_count(config: Config, key: str) -> bool:
 
 
 def read_rope(config: Config, partial_rope: float | None = None) -> Rope:
-    """RoPE's base and scaling; transformers 5 writes `rope_parameters`, earlier ones two fields.
+    """Returns RoPE's base and scaling. transformers 5 writes `rope_parameters`, earlier versions
+    two fields.
 
     `partial_rope`: see `dense_spec`.
 
-    ConfigError: a kind or a field that is not supported, or fields that contradict each other.
+    Raises:
+      ConfigError: a kind or a field is not supported, or fields contradict each other.
     """
     old, new = _object(config, "rope_scaling"), _object(config, "rope_parameters")
     unlike = any(old[name] != new[name] for name in old.keys() & new.keys())
@@ -245,7 +250,7 @@ _FIELDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     ),
 }
-"""By kind: its name in messages, numbers that it needs, numbers that it may have."""
+"""By kind of scaling: its name in messages, its required numbers, its optional numbers."""
 
 
 def _scaling(
@@ -282,7 +287,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _object(config: Config, key: str) -> Mapping[str, Any]:
-    """Empty where there is none. ConfigError: it is something else."""
+    """Returns an object; empty if the key is missing. Raises ConfigError for another type."""
     found = config.get(key) or {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"config.json: {key} is {found!r:.100}, which is not an object")

@@ -1,4 +1,4 @@
-"""One decoder layer on the tokens of a step: attention or a delta net, then its feed-forward."""
+"""One decoder layer on the tokens of a step: attention or a delta net, then a feed-forward."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
 
 type Caches = tuple[KV | RecurrentState | Unsettled, ...]
-"""The keys and values of each cache group of a model (`ModelSpec.cache_groups`), then the state of
-its recurrent layers, if it has any; in a verify step that is unsettled."""
+"""The keys and values of each cache group (`ModelSpec.cache_groups`), then the state of recurrent
+layers, if there are any. In a verify step that state is unsettled."""
 
 
 def paged(kv: Caches) -> tuple[KV, ...]:
-    """The caches without the state of recurrent layers."""
+    """Returns the caches without the state of recurrent layers."""
     return tuple(each for each in kv if not isinstance(each, RecurrentState | Unsettled))
 
 
 type Normed = Array | QuantizedTokens
-"""Tokens with a norm [tokens, embed], in the form that the product with them reads."""
+"""Tokens after a norm [tokens, embed], in the form that the next product reads."""
 
 
 class Norm(NamedTuple):
-    """A norm's weight, and the matrix that reads what it gives, if it alone does and it matters in
-    which form."""
+    """A norm's weight; and the matrix that reads the norm's output, if only one does and its input
+    format matters."""
 
     weight: Array
     reader: Weight | None = None
 
 
 class StepTokens(NamedTuple):
-    """The tokens of a step and where they belong."""
+    """The tokens of a step, and their sequences and positions."""
 
     ids: Array  # int32 [tokens]
     places: tuple[AttentionStep, ...]
-    """In each cache group of the model."""
+    """The place of the tokens in each cache group."""
     recurrent: RecurrentStep | None = None
-    """In the state of recurrent layers, if the model has any."""
+    """The place of the tokens in the state of recurrent layers, if there are any."""
 
     @property
     def positions(self) -> Array:
@@ -80,8 +80,8 @@ def decoder_layer(
     tile_size: int,
     target: Target,
 ) -> tuple[Array, Normed, Caches]:
-    """The layer whose cache is at `place` on x [tokens, embed], which comes with its norm and
-    leaves with the next one's: x, normed, and the caches."""
+    """Runs the layer whose cache is at `place` on x [tokens, embed]. `normed` is x after the
+    layer's norm. Returns x, x after the next norm, and the caches."""
     own = (layer, place, normed, kv, tables, tokens, spec)
     attention_out, kv = mix(*own, dtype=x.dtype, tile_size=tile_size, target=target)
     return *feed_forward(layer, next_norm, x, attention_out, spec, target=target), kv
@@ -100,7 +100,7 @@ def mix(
     tile_size: int,
     target: Target,
 ) -> tuple[Array, Caches]:
-    """What the output projection reads [tokens, mixed], in `dtype`, and the caches."""
+    """Returns the input of the output projection [tokens, mixed], in `dtype`, and the caches."""
     group, cache = place.group, kv[place.group]
     if isinstance(cache, RecurrentState | Unsettled):
         assert layer.delta is not None and tokens.recurrent is not None
@@ -137,7 +137,7 @@ def feed_forward(
     *,
     target: Target,
 ) -> tuple[Array, Normed]:
-    """What follows a layer's attention: x, and x with the next norm."""
+    """Runs the part of a layer after its mixer. Returns x, and x after the next norm."""
     projection = layer.out if layer.delta is None else layer.delta.out
     assert projection is not None
     biased = layer.out_bias is not None
@@ -153,8 +153,8 @@ def feed_forward(
 def _dense(
     layer: Layer, x: Array, out: Array | None, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Array | None]:
-    """The layer's norm and feed-forward of x with `out`, as `matmul.add_linear` gives them. As it
-    does what comes is added to x, without the bias of down."""
+    """Runs the layer's norm and feed-forward on x and `out`, as returned by `matmul.add_linear`.
+    Returns such a pair, without the bias of down."""
     assert layer.gate_up is not None and layer.down is not None
     form = token_format(
         layer.gate_up,
@@ -180,8 +180,8 @@ def _dense(
 def _experts(
     layer: Layer, x: Array, out: Array | None, spec: ModelSpec, *, target: Target
 ) -> tuple[Array, Array]:
-    """The layer's norm, router and experts of x with `out`, as `matmul.add_linear` gives them: x,
-    and what is to be added to it, as partial sums."""
+    """Runs the layer's norm, router and experts on x and `out`, as returned by `matmul.add_linear`.
+    Returns x, and partial sums to add to it."""
     own = spec.experts
     assert layer.experts is not None and layer.router is not None and own is not None
     given = (x, out, layer.mlp_norm, spec.norm_eps, layer.router)
@@ -200,6 +200,6 @@ def _experts(
 
 
 def _activation(spec: ModelSpec) -> Activation:
-    """Of the layers without experts."""
+    """Returns the activation of the layers without experts."""
     assert spec.feed_forward is not None
     return spec.feed_forward.activation

@@ -22,7 +22,7 @@ class Experts(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """The matrices of the expert that every token has."""
+    """The matrices of the shared expert, which every token uses."""
 
     gate_up: Weight  # [2 * width, embed]: gate, then up
     down: Weight  # [embed, width]
@@ -31,9 +31,9 @@ class SharedExpert(NamedTuple):
 class Layer(NamedTuple):
     """One decoder layer. Matrices are [out, in], as on disk, or quantised.
 
-    A layer has either qkv and out or a delta net. Of one with experts gate_up and down are None,
-    and their biases have an axis of experts in front. Norms are float32 in a model whose norms are
-    zero-centred, with 1 added.
+    A layer has either qkv and out, or a delta net. With experts, gate_up and down are None, and
+    their biases have a leading axis of experts. If the model's norms are zero-centred, the norms
+    here are float32 with 1 added.
     """
 
     attention_norm: Array  # [embed]
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     gate_up_bias: Array | None  # [2 * ffn]
     down: Weight | None  # [embed, ffn]
     down_bias: Array | None  # [embed]
-    router: Array | None = None  # [experts, embed]; of a shared expert one more row
+    router: Array | None = None  # [experts, embed]; a shared expert adds a row
     router_bias: Array | None = None  # [experts]
     sinks: Array | None = None  # [q_heads]
     experts: Experts | None = None
@@ -57,7 +57,7 @@ class Layer(NamedTuple):
 
 
 def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
-    """Shapes and dtypes of one layer; `norms`: the dtype of their weights."""
+    """Returns the shapes and dtypes of one layer. `norms`: dtype of the norms' weights."""
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -104,7 +104,7 @@ def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeL
 
 
 def layer_views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
-    """The layers one by one; XLA reads a stacked weight in place at its layer's offset."""
+    """Returns the layers one by one. XLA reads a stacked weight in place at its layer's offset."""
     if not isinstance(layers, Layer):
         return layers
     leaves, tree = jax.tree.flatten(layers)

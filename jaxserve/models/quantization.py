@@ -1,4 +1,4 @@
-"""Which weights are quantised to what, and how: the settings, and the encoder that follows them."""
+"""Settings of weight quantisation: which weights, which format, which method; and their encoder."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ type HeadFormat = Literal["int8", "fp8"]
 type Method = Literal["rtn", "hqq", "awq"]
 
 type Report = Callable[[str, Array], None]
-"""Called with the path of a matrix, and its relative error: of the weight, or for awq, of the
-product over the calibration data; a scalar on the device."""
+"""Called with the path of a matrix and its relative error, a scalar on the device. The error is
+that of the weight; with awq, that of the product over the calibration data."""
 
 _QUANTIZERS: dict[str, Callable[[Array], Weight]] = {
     "int4": jax.jit(quantize_int4),
@@ -40,7 +40,7 @@ _QUANTIZERS: dict[str, Callable[[Array], Weight]] = {
     "fp8": jax.jit(quantize_fp8),
     "nvfp4": jax.jit(quantize_nvfp4),
 }
-"""Round to nearest, on the device; compiled once per shape."""
+"""Rounding to nearest on the device, compiled once per shape."""
 
 _hqq = jax.jit(quantize_int4_hqq)
 
@@ -52,22 +52,22 @@ def _mxfp4(array: Array) -> Weight:
 
 
 MATRICES = ("qkv", "out", "gate_up", "down", "in_proj")
-"""Leaves of layers that `layers` quantises."""
+"""Leaves of layers that `Quantization.layers` applies to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """None: as the checkpoint has it."""
+    """What to quantise. None in a field means: as in the checkpoint."""
 
     layers: WeightFormat | None = None
-    """Of the matrices in the decoder layers; norms stay as they are."""
+    """Format of the matrices in the decoder layers. Norms are never quantised."""
     head: HeadFormat | None = None
-    """Of the output matrix, and of the embedding where they are one."""
+    """Format of the output matrix, and of the embedding if the two are tied."""
     method: Method = "rtn"
-    """Of the layers' matrices; the head is always rounded to nearest."""
+    """Method for the layers' matrices. The head is always rounded to nearest."""
     experts: Literal["mxfp4"] | None = None
-    """Of experts alone, as gpt-oss is published; not with `layers`. Their inputs are filled up with
-    zeros to whole tiles."""
+    """Format of experts alone, as gpt-oss is published. Not together with `layers`. The experts'
+    inputs are padded with zeros to whole tiles."""
 
     def __post_init__(self) -> None:
         if self.method != "rtn" and self.layers != "int4":
@@ -83,11 +83,11 @@ class Quantization:
         return self != Quantization()
 
     def encoder(self, spec: ModelSpec) -> Encode:
-        """Quantises each matrix as it arrives on the device. Where `method` is awq the layers'
-        matrices are rounded to nearest: see `calibrated`.
+        """Returns a function that quantises each matrix as it arrives on the device. With method
+        awq, it rounds the layers' matrices to nearest: see `calibrated`.
 
         Raises:
-          ConfigError: a matrix that the format cannot hold, with its shape.
+          ConfigError: the format cannot hold a matrix; the message has its shape.
         """
         self._check(spec)
         if self.method == "awq" and spec.state is not None:
@@ -144,9 +144,10 @@ class Quantization:
 
 
 def calibrated(encode: Encode, result: Callable[[str], Any]) -> Encode:
-    """`encode`, except for the parts that have a `result`, which is not None, by their paths.
+    """Returns `encode` with calibrated parts: a part for which `result(path)` is not None gets that
+    result.
 
-    Shapes are those of `encode`: traces make no result.
+    Shapes are those of `encode`, because traces do not call `result`.
     """
 
     def encode_calibrated(path: str, array: Array) -> Any:
@@ -157,7 +158,7 @@ def calibrated(encode: Encode, result: Callable[[str], Any]) -> Encode:
 
 
 def reporting(encode: Encode, report: Report) -> Encode:
-    """`encode`, which reports the error of each weight that it quantises."""
+    """Returns `encode` with a report of the error of each weight that it quantises."""
 
     def encode_and_report(path: str, array: Array) -> Any:
         weight = encode(path, array)
@@ -170,7 +171,7 @@ def reporting(encode: Encode, report: Report) -> Encode:
 
 @jax.jit
 def _relative_error(plain: Array, weight: Weight) -> Array:
-    """Root mean square of the difference over that of the weight."""
+    """Returns the root mean square of the difference, relative to that of the weight."""
     assert is_quantized(weight)
     wide = plain.astype(jnp.float32)
     difference = weight.dequantize() - wide

@@ -1,6 +1,6 @@
-"""Which model families there are, by Hugging Face's names of their classes. Without jax.
+"""The model families, by Hugging Face's names of their classes. Does not import jax.
 
-The only module that knows families: everything else sees a ModelSpec, which `decoder` runs.
+Only this module knows families. All other code uses a ModelSpec, which `decoder` runs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxserve_checkpoints.rules import AnyRule
 
 
 class Family(Protocol):
-    """What a module of `jaxserve.models.families` has."""
+    """The interface of a module in `jaxserve.models.families`."""
 
     @property
     def ARCHITECTURE(self) -> str:
-        """The name in `architectures` of config.json."""
+        """The name of the class in `architectures` of config.json."""
         ...
 
     @property
     def NAMED(self) -> Mapping[str, NamedModel]:
-        """Published models by the short names that --model takes."""
+        """Published models, by the short names that --model accepts."""
         ...
 
     def spec(self, config: Mapping[str, Any], /) -> ModelSpec:
@@ -61,23 +61,22 @@ ARCHITECTURES: Mapping[str, Family] = {family.ARCHITECTURE: family for family in
 _NAMED = {name: each for family in _FAMILIES for name, each in family.NAMED.items()}
 
 NAMED_MODELS: dict[str, ModelSpec] = {name: each.spec for name, each in _NAMED.items()}
-"""Shapes by short name, in lower case, as published in their config.json files."""
+"""Shapes of published models by short name, in lower case, from their config.json files."""
 
 PUBLISHED_EXPERTS: dict[str, Literal["mxfp4"] | None] = {
     name: each.experts for name, each in _NAMED.items()
 }
-"""Formats of their experts; None: that of other weights."""
+"""Formats of the published experts by short name; None: the same as other weights."""
 
 HUB_NAMES: dict[str, str] = {name: each.hub_id for name, each in _NAMED.items()}
-"""Short names and their repositories on the Hugging Face Hub."""
+"""Repositories on the Hugging Face Hub by short name."""
 
 
 def spec_of(config: Mapping[str, Any]) -> ModelSpec:
-    """The model of a Hugging Face `config.json`.
+    """Returns the model of a Hugging Face `config.json`.
 
     Raises:
-      ConfigError: an architecture that is not supported, or everything else that would be computed
-        wrongly.
+      ConfigError: the architecture is not supported, or the model would be computed wrongly.
     """
     architectures = config.get("architectures") or []
     found = [ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES]
@@ -89,18 +88,18 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
-    """Which tensors of a Hugging Face checkpoint make up each leaf of `decoder.Params`."""
+    """Returns which checkpoint tensors make up each leaf of `decoder.Params`."""
     return ARCHITECTURES[spec.architecture].rules(spec)
 
 
 def mtp_body(spec: ModelSpec) -> ModelSpec | None:
-    """Returns the layer that a family has for multi-token prediction, as a model of that layer;
-    None: it has none."""
+    """Returns a family's layer for multi-token prediction, as a model with that layer; None: it has
+    none."""
     known = any(spec.architecture == family.ARCHITECTURE for family in _WITH_MTP)
     return qwen3_5.mtp_body(spec) if known else None
 
 
 def mtp_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
-    """Which tensors of a checkpoint make up each leaf of `mtp.MtpParams`; the model's are left
-    out."""
+    """Returns which checkpoint tensors make up each leaf of `mtp.MtpParams`, without the leaves of
+    the model itself."""
     return qwen3_5.mtp_rules(spec)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles."""
+"""Rotary position embedding: tables of cosines and sines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class RopeTables(NamedTuple):
 
 
 def step_tables(spec: ModelSpec, positions: Array) -> tuple[RopeTables, ...]:
-    """The different tables of a model's layers at `positions` [tokens]; see `table_of_layer`."""
+    """Returns the distinct tables of a model's layers at `positions` [tokens]; see
+    `table_of_layer`."""
     kinds = {_kind(layer.attention): layer.attention for layer in spec.layers if layer.attention}
     return tuple(rope_tables(attention, positions) for attention in kinds.values())
 
 
 def table_of_layer(spec: ModelSpec, layer: int) -> int:
-    """Which of `step_tables` a layer rotates by; 0 for one without attention."""
+    """Returns the index of a layer's table in `step_tables`; 0 for a layer without attention."""
     kinds = dict.fromkeys(_kind(each.attention) for each in spec.layers if each.attention)
     own = spec.layers[layer].attention
     return 0 if own is None else list(kinds).index(_kind(own))
@@ -38,21 +39,22 @@ def _kind(attention: AttentionSpec) -> tuple[Rope, int, float]:
 
 
 def rope_tables(attention: AttentionSpec, positions: Array) -> RopeTables:
-    """The tables of one layer at `positions` [tokens].
+    """Returns the tables of one layer at `positions` [tokens].
 
-    Factors on the scores are folded in, half of each into queries and keys: YaRN's attention
-    factor, as in transformers, and a scale other than head_dim ** -0.5.
+    The tables include factors on the scores, half of each for queries and half for keys: YaRN's
+    attention factor, as in transformers, and a scale other than head_dim ** -0.5.
     """
     rotated = attention.rope.rotated(attention.head_dim)
     frequencies = rope_frequencies(attention.rope, rotated)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)
     factor = _factor(attention)
-    # Without the barrier XLA computes them again for each head of each layer.
+    # Without the barrier, XLA computes the tables again for each head of each layer.
     return lax.optimization_barrier(RopeTables(jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
 def _factor(attention: AttentionSpec) -> float:
-    """On rotated queries and keys: attention itself scales scores by head_dim ** -0.5."""
+    """Returns the factor on rotated queries and keys. Attention itself scales by head_dim **
+    -0.5."""
     scaling = attention.rope.scaling
     factor = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
     if attention.scale is not None:
@@ -61,7 +63,7 @@ def _factor(attention: AttentionSpec) -> float:
 
 
 def rope_frequencies(rope: Rope, rotated: int) -> np.ndarray:
-    """Angle per position of each rotated pair: float32 [rotated / 2]."""
+    """Returns the angle per position of each rotated pair, float32 [rotated / 2]."""
     exponent = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     frequencies = rope.theta**-exponent
     scaling = rope.scaling
@@ -75,7 +77,7 @@ def rope_frequencies(rope: Rope, rotated: int) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
-    """Divide slow rotations by `factor`, keep fast ones, blend between."""
+    """Divides slow rotations by `factor`, keeps fast ones, and blends those between."""
     rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     fast = np.clip((rotations - low) / (high - low), 0.0, 1.0)
@@ -83,10 +85,10 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, yarn: YarnScaling, dim: int, theta: float) -> np.ndarray:
-    """Interpolate slow rotations by `factor`, keep fast ones, blend between (arXiv 2309.00071)."""
+    """Divides slow rotations by `factor`, keeps fast ones, blends between (arXiv 2309.00071)."""
 
     def pair_with(rotations: float) -> float:
-        """Index of the pair that turns `rotations` times over the original context."""
+        """Returns the index of the pair that turns `rotations` times over the original context."""
         turns = yarn.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(turns) / (2 * math.log(theta))
 

@@ -1,4 +1,4 @@
-"""The names that most Hugging Face decoders give their tensors."""
+"""The tensor names that most Hugging Face decoders use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve_checkpoints.rules import (
 
 
 def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
-    """Tensors of a decoder of plain layers, by the leaves of `decoder.Params` that they fill."""
+    """Returns the tensors of a decoder of plain layers, by the leaves of `decoder.Params`."""
     block = "model.layers.{layer}."
     attention, mlp = block + "self_attn.", block + "mlp."
 
@@ -31,14 +31,14 @@ def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
         rule("out", attention, "o_proj"),
         rule("mlp_norm", block, "post_attention_layernorm"),
         Rule("final_norm", ("model.norm.weight",)),
-        # A tied head may be stored as well; old exports hold RoPE's frequencies.
+        # Files may also store a tied head; old exports hold RoPE's frequencies.
         Repeat("lm_head.weight", "model.embed_tokens.weight")
         if spec.tie_embeddings
         else Rule("lm_head", ("lm_head.weight",)),
         Ignore("*.rotary_emb.inv_freq"),
-        # GPTQ files have biases of zero where the model has none.
+        # GPTQ files have zero biases for models without biases.
         Ignore("*_proj.bias", only_zeros=True),
-        # Scales of a KV cache in fp8: see `startup/kv_scales.py`.
+        # Scales of an fp8 KV cache: see `startup/kv_scales.py`.
         Ignore("*.self_attn.*k_scale"),
         Ignore("*.self_attn.*v_scale"),
     ]
@@ -63,8 +63,9 @@ def decoder_rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
 
 
 def expert_rules(spec: ModelSpec) -> list[Rule]:
-    """Routers and experts: each expert's matrices apart, or those of a layer in one tensor. With
-    biases as gpt-oss has them: transposed, unless in MXFP4, and rows of gate and up by turns."""
+    """Returns the rules of routers and experts. A file has separate tensors for each expert, or one
+    tensor for all experts of a layer. Files with biases follow gpt-oss: matrices are transposed
+    unless they are MXFP4, and rows of gate and up alternate."""
     assert spec.experts
     block, leaf = "model.layers.{layer}.mlp.", "layers.{layer}."
 
@@ -103,10 +104,10 @@ def _shared_rules(block: str, leaf: str) -> list[Rule]:
 
 
 def rows_of(spec: ModelSpec, path: str) -> tuple[int, ...] | None:
-    """Returns the rows that each source of a leaf's rule has; None: one source has them all.
+    """Returns the number of rows of each source of a leaf's rule; None: there is one source.
 
     Args:
-      path: the leaf's, "layers.3.qkv".
+      path: path of the leaf, such as "layers.3.qkv".
     """
     leaf = path.rpartition(".")[2]
     if leaf in ("qkv", "qkv_bias"):

@@ -1,11 +1,11 @@
 """The cache of compiled programs on disk.
 
-    FOLDER/<model and key>/manifest.json    what the key is made of, and a list of the files
+    FOLDER/<model and key>/manifest.json    the key, and a list of the files
                            decode_16.exe    one line of JSON, then a pickled executable
 
 Files are written under a temporary name and renamed, so a file is complete or absent. A header
-holds the key, the length and the SHA-256 of the rest. Nothing is unpickled before they match, and
-nothing from files that another user can write. Pickles run code: see SECURITY.md.
+holds the key, the length and the SHA-256 of the payload. The payload is unpickled only if all of
+them match and no other user can write the file, because pickles run code: see SECURITY.md.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 type Executable = jax.stages.Compiled
 
 type Key = Mapping[str, Any]
-"""Everything that a program depends on except its own arguments; JSON values."""
+"""Everything that a program depends on, except its own arguments. JSON values."""
 
 NOT_THERE = "not there"
-"""Why a program cannot be loaded that was never kept."""
+"""The reason for a program that was never stored."""
 
 _FORMAT = "jaxserve executable 1"
 _MANIFEST = "manifest.json"
@@ -51,7 +51,7 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A function of arrays and the shapes that it is compiled for."""
+    """A function of arrays, and the shapes to compile it for."""
 
     name: str
     function: Callable[..., Any]
@@ -63,12 +63,11 @@ class Program:
     work: float = 0.05
     """Relative cost of compiling, in model steps; used for estimates."""
     compiler_options: Mapping[str, int] = field(default_factory=dict[str, int])
-    """XLA options beside XLA_FLAGS. They are not part of the digest, so the cache's key must
-    contain them."""
+    """XLA options besides XLA_FLAGS. The digest does not contain them, so the cache's key must."""
 
     def compile(self) -> Executable:
-        """Compile. If jaxlib does not accept shared machine code of Triton kernels, each call
-        assembles its own."""
+        """Compiles the program. If jaxlib does not accept shared machine code of Triton kernels,
+        each call of a kernel assembles its own."""
         try:
             return self._lowered().compile(dict(self.compiler_options))
         except jax.errors.JaxRuntimeError as error:
@@ -85,25 +84,25 @@ class Program:
 
     @property
     def digest(self) -> str:
-        """Returns a digest that tells programs of one key apart."""
+        """Returns a digest that distinguishes programs with the same key."""
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", self.arguments)
         return _digest([self.name, self.donated, self.details, repr(shapes)])
 
 
 class Unusable(Exception):
-    """A cache entry must not be used; the message says why."""
+    """A cache entry must not be used. The message says why."""
 
 
 class ExecutableCache:
     """Executables of one key in one folder. Any number of processes may read and write it."""
 
     def __init__(self, folder: Path, key: Key, title: str):
-        """Returns a cache; touches no file.
+        """Returns a cache. Touches no file.
 
         Args:
-          folder: holds the entries of all keys; created if missing.
+          folder: folder for the entries of all keys; created if missing.
           key: see Key.
-          title: the beginning of the name of this key's folder, for people.
+          title: prefix of the name of this key's folder, for people.
         """
         self._key = dict(key)
         self._digest = _digest(self._key)
@@ -112,11 +111,11 @@ class ExecutableCache:
 
     @property
     def folder(self) -> Path:
-        """Where the executables of this key are kept."""
+        """Folder of the executables of this key."""
         return self._folder
 
     def load(self, program: Program) -> Executable:
-        """Returns the program's executable. Raises Unusable if there is none that may be used."""
+        """Returns the program's executable. Raises Unusable if no usable one exists."""
         payload = self._read(program)
         if jax.default_backend() == "gpu":
             pdl.register()
@@ -125,7 +124,7 @@ class ExecutableCache:
             return deserialize_and_load(
                 blob, in_tree, out_tree, execution_devices=jax.devices()[:1]
             )
-        except Exception as error:  # whatever a changed class or runtime makes of it
+        except Exception as error:  # a changed class or runtime may raise anything
             raise Unusable(
                 f"cannot be loaded ({type(error).__name__}: {str(error)[:200]})"
             ) from error
@@ -135,11 +134,12 @@ class ExecutableCache:
         return self._path(program).exists()
 
     def check(self, program: Program) -> None:
-        """Raises Unusable as `load` would, without loading."""
+        """Raises Unusable if `load` would, without loading the program."""
         self._read(program)
 
     def store(self, program: Program, executable: Executable, seconds: float) -> None:
-        """Store an executable that took `seconds` to compile. OSError if it cannot be written."""
+        """Stores an executable that took `seconds` to compile. Raises OSError if it cannot be
+        written."""
         payload = pickle.dumps(serialize(executable))
         header = {
             "format": _FORMAT,
@@ -154,8 +154,7 @@ class ExecutableCache:
         _write_atomically(self._path(program), json.dumps(header).encode() + b"\n" + payload)
 
     def write_manifest(self) -> None:
-        """Write the description of the folder: the key and the list of files. OSError as
-        `store`."""
+        """Writes the key and the list of files to the folder. Raises OSError like `store`."""
         entries = {
             header["name"]: {name: header[name] for name in ("size", "sha256", "seconds")}
             for header in self._headers()
@@ -165,7 +164,7 @@ class ExecutableCache:
         _write_atomically(self._folder / _MANIFEST, text.encode())
 
     def compile_seconds(self) -> dict[str, float]:
-        """Returns how many seconds programs took to compile, by name, under any key; for
+        """Returns the compile times of programs in seconds, by name, under any key; for
         estimates."""
         found: dict[str, float] = {}
         for manifest in self._manifests():
@@ -175,7 +174,8 @@ class ExecutableCache:
         return found
 
     def differences(self) -> str:
-        """Returns how the most similar other key differs: why its entries cannot be used."""
+        """Returns how the most similar other key differs, which explains why its entries are
+        unusable."""
         nearest: list[str] | None = None
         for manifest in self._manifests():
             other = manifest["key"]
@@ -189,7 +189,7 @@ class ExecutableCache:
         return "; ".join(nearest or [])
 
     def prepare(self) -> None:
-        """Create the folder and delete what killed writers left in it. OSError if that fails."""
+        """Creates the folder and deletes files of killed writers. Raises OSError if that fails."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in self._folder.glob(".*.tmp"):
             with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ class ExecutableCache:
         return self._folder / f"{program.name}.exe"
 
     def _read(self, program: Program) -> bytes:
-        """Returns the checked payload of an entry."""
+        """Returns the verified payload of an entry."""
         content = _read_own_file(self._path(program))
         head, newline, payload = content.partition(b"\n")
         try:
@@ -225,8 +225,7 @@ class ExecutableCache:
                     yield header
 
     def _manifests(self) -> Iterator[dict[str, Any]]:
-        """Yields the manifests of this format, of any key. Folders of other versions are left
-        alone."""
+        """Yields the manifests of this format for all keys. Skips folders of other versions."""
         for file in sorted(self._parent.glob(f"*/{_MANIFEST}")):
             with contextlib.suppress(*_DAMAGED), _open_regular(file) as stream:
                 manifest = json.loads(stream.read())
@@ -236,8 +235,8 @@ class ExecutableCache:
 
 
 def _open_regular(path: Path) -> BinaryIO:
-    """Open a regular file. OSError if it is missing, a link or no regular file. Never blocks, as
-    opening a FIFO would."""
+    """Opens a regular file. Raises OSError if it is missing, a link or not regular. Never blocks,
+    as opening a FIFO would."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -14,10 +14,11 @@ from jaxserve.programs.executable_cache import Executable, ExecutableCache, Prog
 log = logging.getLogger(__name__)
 
 type OnMissing = Callable[[Mapping[str, str]], None]
-"""Called before anything is compiled, with program names -> reasons."""
+"""Called with program names -> reasons before anything is compiled."""
 
 _LOADERS = 16
-"""The most threads that load. More are not faster, and each holds a program twice meanwhile."""
+"""The most threads that load programs. More are not faster, and each thread holds a program twice
+while it loads."""
 
 
 def compile_missing(reasons: Mapping[str, str]) -> None:
@@ -25,13 +26,13 @@ def compile_missing(reasons: Mapping[str, str]) -> None:
 
 
 class Obtained(NamedTuple):
-    """Executables by program name, and where they came from."""
+    """Executables by program name, and their origin."""
 
     executables: dict[str, Executable]
     compiled: dict[str, str]
     """Names of compiled programs -> why they could not be loaded."""
     unkept: str
-    """Why compiled programs could not be written to the cache; empty if they were."""
+    """Why compiled programs could not be written to the cache; empty if they could."""
 
 
 def obtain(
@@ -43,17 +44,17 @@ def obtain(
     on_missing: OnMissing = compile_missing,
     must_keep: bool = False,
 ) -> Obtained:
-    """Load every program, then compile and store the others.
+    """Loads all programs, and compiles and stores the missing ones.
 
     An unusable or unwritable cache costs time but does not fail the start, unless `must_keep`.
 
     Args:
       programs: the slowest to compile first.
-      workers: threads. XLA releases the interpreter's lock while it loads and compiles.
+      workers: number of threads. XLA releases the interpreter lock while it loads and compiles.
       progress: called with "loading" or "compiling" and the fraction done.
       finished: called with the name of each program that is ready.
       on_missing: may raise to stop.
-      must_keep: raise OSError for the first program that cannot be written, and begin no other.
+      must_keep: raise OSError for the first program that cannot be written, and start no other.
     """
     making = _Making(programs, cache, progress, finished, must_keep=must_keep)
     _on_threads(min(workers, _LOADERS), making.load, programs)
@@ -73,7 +74,7 @@ def obtain(
 
 
 class _Making:
-    """The state of `obtain`. Its methods run on many threads; its arguments are `obtain`'s."""
+    """The state of `obtain`, with the same arguments. Its methods run on many threads."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class _Making:
 
 
 def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence[Program]) -> None:
-    """Call `run` for each program. After the first error or Ctrl-C no other begins."""
+    """Calls `run` for each program. After the first error or Ctrl-C it starts no other."""
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="executables") as pool:
         jobs = [pool.submit(run, program) for program in programs]
         try:
@@ -150,7 +151,7 @@ def _on_threads(workers: int, run: Callable[[Program], None], programs: Sequence
 
 
 def missing(programs: Sequence[Program], cache: ExecutableCache) -> dict[str, str]:
-    """Returns names of programs that the cache lacks or cannot use -> reasons."""
+    """Returns program names -> reasons for the programs that the cache lacks or cannot use."""
     found: dict[str, str] = {}
     for program in programs:
         try:

@@ -1,5 +1,5 @@
-"""Replicas of one model on Ray Serve: `python -m jaxserve.ray`, or `jaxserve.ray:build_app` as the
-import path of a Serve config file. Needs the extra `ray`."""
+"""Serves one model with several replicas on Ray Serve. Start it with `python -m jaxserve.ray`, or
+with the import path `jaxserve.ray:build_app` in a Serve config file. Needs the extra `ray`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from jaxserve.config import ConfigError
 
 
 def build_app(args: dict[str, Any]) -> Any:
-    """Returns the Serve application that the `args` of a Serve config file describe.
+    """Returns the Serve application for the `args` of a Serve config file.
 
     Args:
       args: fields of `jaxserve.ray.settings.Fleet` (replicas, gpus, …), and flags of serving with
         underscores (model, max_model_len, …).
 
     Raises:
-      ConfigError: an argument that a fleet cannot have, or Ray Serve is missing.
+      ConfigError: an argument is not allowed for a fleet, or Ray Serve is missing.
     """
     from jaxserve.ray.settings import from_settings
 

@@ -1,4 +1,4 @@
-"""`python -m jaxserve.ray`: serve a model by several replicas until a signal comes."""
+"""`python -m jaxserve.ray`: serves a model with several replicas until a signal arrives."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _MARGIN_SECONDS = 30.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status. Errors are one line on stderr."""
+    """Runs the command. Returns the exit status. Errors are one line on stderr."""
     try:
         deployment, listen = parse(sys.argv[1:] if argv is None else argv)
         _serve(deployment, listen)
     except ConfigError as error:
         print(f"jaxserve.ray: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before it was ready
+    except KeyboardInterrupt:  # before the fleet was ready
         return 128 + signal.SIGINT
     return 0
 
 
 def _serve(deployment: Deployment, listen: Listen) -> None:
-    """Deploy, and wait for a signal. Where the cluster is this process's own, it ends with it; on
-    another one the application is taken away.
+    """Deploys the application and waits for a signal. A cluster that this process started ends with
+    it. On another cluster, the application is deleted.
 
     Raises:
       ConfigError: Ray Serve is missing, or no replica started.
@@ -57,7 +57,7 @@ def _serve(deployment: Deployment, listen: Listen) -> None:
         except RuntimeError as error:
             raise ConfigError(f"no replica started: {error}") from None
         stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray has taken the second for itself
+        for number in (signal.SIGINT, signal.SIGTERM):  # only now, because Ray sets its own SIGTERM
             signal.signal(number, lambda *_: stop.set())
         scheme = "https" if listen.ssl_certfile else "http"
         print(
@@ -72,8 +72,8 @@ def _serve(deployment: Deployment, listen: Listen) -> None:
 
 
 def _drain(serve: Any, timeout: float) -> None:
-    """Take the application away, whose streams have `timeout` seconds to finish. Ray waits for at
-    most a minute at a time."""
+    """Deletes the application. Its streams have `timeout` seconds to finish. Ray waits at most a
+    minute at a time."""
     deadline = time.monotonic() + timeout + _MARGIN_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A request and an answer as plain data, as they go between processes."""
+"""Requests and answers as plain data, to be sent between processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HOP_BY_HOP = frozenset(
         *("trailer", "trailers", "transfer-encoding", "upgrade"),
     }
 )
-"""Headers of one connection (RFC 9110, section 7.6.1). They are not passed on."""
+"""Headers that apply to one connection (RFC 9110, section 7.6.1). They are not forwarded."""
 
 NOT_ASKED = HOP_BY_HOP | {"host", "content-length", "expect"}
-"""Headers of a request that the next connection writes anew."""
+"""Request headers that the next connection sets itself."""
 
 NOT_ANSWERED = HOP_BY_HOP | {"date", "server", "x-request-id"}
-"""Headers of an answer that Serve's proxy writes itself; the id is the same where a client sent
+"""Answer headers that Serve's proxy sets itself. The request id is the same if the client sent
 one."""
 
 
@@ -30,45 +30,45 @@ class Call(NamedTuple):
 
     method: str
     path: str
-    """As it was sent, with its query."""
+    """The path with its query, as it was sent."""
     headers: Headers
     body: bytes
 
 
 class Head(NamedTuple):
-    """What comes before an answer's bytes."""
+    """Status and headers of an answer."""
 
     status: int
     headers: Headers
 
 
 class Beginning(NamedTuple):
-    """What Ray's PrefixCacheAffinityRouter reads of a request: an attribute `prompt`."""
+    """The attribute `prompt` of a request, which Ray's PrefixCacheAffinityRouter reads."""
 
     prompt: str
 
 
 class ReplicaLost(Exception):
-    """The replica that worked on a request does so no more."""
+    """The replica that worked on a request is gone."""
 
 
 _IN_ORDER = ("cache_salt", "tools", "system", "instructions", "messages", "input", "prompt")
-"""Fields in the order in which they are in a prompt."""
+"""Fields in their order in a prompt."""
 _NOT_TEXT = frozenset({"type", "role", "id", "call_id", "tool_call_id", "tool_use_id"})
 
 
 def beginning(call: Call) -> str:
-    """Returns a text that begins alike where two requests' prompts do; empty where there is no
-    prompt.
+    """Returns a text that two requests share at the beginning if their prompts do; empty if there
+    is no prompt.
 
-    It is not the prompt: templates and tokens belong to replicas. Roles and punctuation are left
-    out, because they would look like a shared beginning. A token id is one character.
+    It is not the prompt, because only replicas have templates and tokenizers. It leaves out roles
+    and punctuation, which would look like a shared beginning. A token id is one character.
     """
     if call.method != "POST" or not call.body:
         return ""
     try:
         body = msgspec.json.decode(call.body)
-    except (msgspec.DecodeError, RecursionError):  # compressed, or nonsense: the replica's affair
+    except (msgspec.DecodeError, RecursionError):  # compressed or invalid: the replica handles it
         return ""
     if not isinstance(body, dict):
         return ""
@@ -77,7 +77,7 @@ def beginning(call: Call) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields the texts in a JSON value, in their order."""
+    """Yields the texts in a JSON value, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

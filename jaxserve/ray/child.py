@@ -1,4 +1,4 @@
-"""A server as a child of this process, reached by a Unix socket. Knows nothing of Ray."""
+"""A server as a child process, reached over a Unix socket. Does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ if os.getppid() != int(sys.argv[1]):
     os._exit(1)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-"""Python that becomes another one which the kernel kills when its parent is gone: a GPU is free
-for the next replica however this one ended. The parent may have died before it was said so."""
+"""A Python script that runs another one, which the kernel kills when its parent dies. So the GPU is
+free for the next replica, however this one ended. The parent may have died before the prctl
+call."""
 
 
 class ChildFailed(Exception):
-    """The server ended by itself; the message has its last lines."""
+    """The server ended by itself. The message has its last lines."""
 
 
 class Queue(msgspec.Struct):
-    """Requests of a server."""
+    """Numbers of requests in a server."""
 
     running: int
     waiting: int
 
 
 class Child:
-    """A server process and the connections to it. All methods belong to one event loop, whose
-    thread must live as long as the process: the kernel takes its end for the parent's."""
+    """A server process and the connections to it. All methods belong to one event loop. Its thread
+    must live as long as the process, because the kernel treats the thread's end as the parent's."""
 
     def __init__(self, flags: Sequence[str], environment: Mapping[str, str] | None = None):
-        """`flags`: of serving. `environment`: settings added to this process's."""
+        """`flags`: flags of serving. `environment`: variables added to those of this process."""
         self._flags = flags
         self._environment = {**os.environ, **(environment or {})}
         self._environment.pop(ADMIN_API_KEY, None)
@@ -61,10 +62,10 @@ class Child:
         self._copying: asyncio.Task[None] | None = None
 
     async def start(self, command: Sequence[str] = ("-m", "jaxserve")) -> None:
-        """Start the server and wait until it is ready. `command`: what Python runs.
+        """Starts the server and waits until it is ready. `command`: arguments of Python.
 
         Raises:
-          ChildFailed: it ended instead.
+          ChildFailed: the server ended instead.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="jaxserve-"))
         socket = self._folder / "socket"
@@ -94,33 +95,33 @@ class Child:
         return self._process.pid
 
     async def ended(self) -> ChildFailed:
-        """Waits until the server has ended; returns how."""
+        """Waits until the server has ended. Returns how it ended."""
         assert self._process is not None
         await self._process.wait()
         return await self._failure()
 
     async def queue(self) -> Queue:
-        """Returns how many requests the server has.
+        """Returns the numbers of requests in the server.
 
         Raises:
-          ReplicaLost: it does not answer.
+          ReplicaLost: the server does not answer.
         """
         _, body = await self._get("/health")
         return msgspec.json.decode(body, type=Queue)
 
     async def check(self) -> None:
-        """Has the server make a token.
+        """Makes the server generate a token.
 
         Raises:
-          ReplicaLost: it cannot, or does not answer.
+          ReplicaLost: the server cannot, or does not answer.
         """
         status, body = await self._get("/health?deep=1")
         if status != 200:
             raise ReplicaLost(f"/health answers {status}: {body[:200].decode(errors='replace')}")
 
     async def exchange(self, call: Call) -> AsyncGenerator[Head | bytes]:
-        """Yields the answer's head, then its bytes as they come. Closing the generator closes the
-        connection, and the server stops to compute.
+        """Yields the answer's head and then its bytes as they arrive. Closing the generator closes
+        the connection, and the server aborts the request.
 
         Raises:
           ReplicaLost: the server is gone.
@@ -148,8 +149,8 @@ class Child:
             raise ReplicaLost(f"the server is gone: {type(error).__name__}") from error
 
     def stop(self, patience: float) -> None:
-        """End the server: politely, then after `patience` seconds surely. Blocks; may be called at
-        any time, from any thread, more than once."""
+        """Ends the server with SIGTERM, and with SIGKILL after `patience` seconds. Blocks. Any
+        thread may call it at any time, more than once."""
         process, folder = self._process, self._folder
         if process is not None and process.returncode is None:
             deadline = time.monotonic() + patience
@@ -163,7 +164,7 @@ class Child:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         if self._copying is not None:
             self._copying.cancel()
         if self._session is not None:
@@ -186,14 +187,14 @@ class Child:
         return status, b"".join(parts)
 
     async def _failure(self) -> ChildFailed:
-        if self._copying is not None:  # processes of the server may hold its standard error
+        if self._copying is not None:  # subprocesses may keep the server's standard error open
             await asyncio.wait((self._copying,), timeout=1)
         code = None if self._process is None else self._process.returncode
         said = self._said.decode(errors="replace").splitlines()[-_LAST_LINES:]
         return ChildFailed("\n".join([f"the server ended with status {code}", *said]))
 
     async def _copy_errors(self) -> None:
-        """What the server writes goes to this process's errors; its last lines are kept."""
+        """Copies the server's standard error to this process's, and keeps the last lines."""
         assert self._process is not None and self._process.stderr is not None
         while data := await self._process.stderr.read(_LAST_BYTES):
             self._said = (self._said + data)[-_LAST_BYTES:]
@@ -205,7 +206,7 @@ def _is_kept(name: str) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Says whether a child runs; one that has ended may still wait to be asked for its status."""
+    """Returns whether a child runs. A child that has ended may still be a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

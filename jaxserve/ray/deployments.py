@@ -1,4 +1,4 @@
-"""The two deployments on Ray Serve: replicas, each with a server as its child, and the gateway."""
+"""The two deployments on Ray Serve: the gateway, and replicas with a server as their child."""
 
 # pyright: reportUntypedClassDecorator=false
 
@@ -19,7 +19,7 @@ from jaxserve.ray.gateway import Gateway
 from jaxserve.ray.scaling import RUNNING, WAITING, QueuePolicy
 from jaxserve.ray.settings import Deployment, own_flags
 
-# Ray is an extra: types are checked without it.
+# Ray is an optional package, so it has no types here.
 serve: Any = import_module("ray.serve")
 RayError: Any = import_module("ray.exceptions").RayError
 RayTaskError: Any = import_module("ray.exceptions").RayTaskError
@@ -34,15 +34,15 @@ ROUTER = (
 """Ray 2.60's router by prefixes. Its public name, `ray.serve.llm.request_router`, imports vLLM."""
 
 _TREE_CHARS = 2_000_000
-"""What the router remembers of each replica: the prompts of half a million tokens."""
+"""Characters that the router remembers per replica: the prompts of half a million tokens."""
 _PATIENCE_SECONDS = 5.0
 REPLICA_HEADER = "x-jaxserve-replica"
-"""Of answers: the name of the replica that gave them."""
+"""Answer header with the name of the replica."""
 _REPLICA, _GATEWAY = "jaxserve-replica", "jaxserve"
 
 
 class Replica:
-    """A replica: a server as a child of this process, for which it answers."""
+    """A replica: forwards requests to a server that is a child of this process."""
 
     async def __init__(self, flags: tuple[str, ...], *, on_cpu: bool):
         self._child = Child(flags, {"JAX_PLATFORMS": "cpu"} if on_cpu else None)
@@ -52,8 +52,8 @@ class Replica:
         self._watching = asyncio.create_task(self._end_with_child())
 
     async def _end_with_child(self) -> None:
-        """Serve replaces a replica whose process ends at once; one that fails its checks of health
-        would get requests until three of them have failed."""
+        """Ends this process when the server ends. Serve replaces such a replica at once. A replica
+        that fails its health checks would get requests until three of them have failed."""
         failure = await self._child.ended()
         log.error("%s", failure)
         os._exit(1)
@@ -61,8 +61,8 @@ class Replica:
     async def exchange(
         self, begins: Beginning | None = None, *, call: Call
     ) -> AsyncGenerator[Head | bytes]:
-        """Yields the server's answer. `begins` is for the router, which reads positional arguments
-        only."""
+        """Yields the server's answer. `begins` is for the router, which reads only positional
+        arguments."""
         async for item in self._child.exchange(call):
             if isinstance(item, Head):
                 item = item._replace(headers=(*item.headers, (REPLICA_HEADER, self._name)))
@@ -76,16 +76,16 @@ class Replica:
         return self._name, head, body
 
     async def check_health(self) -> None:
-        """Serve's question: the server must make a token."""
+        """Called by Serve: makes the server generate a token."""
         await self._child.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's question: what QueuePolicy decides by."""
+        """Called by Serve: returns the numbers that QueuePolicy uses."""
         queue = await self._child.queue()
         return {RUNNING: queue.running, WAITING: queue.waiting}
 
     def __del__(self) -> None:
-        """Serve calls it once the running requests have ended."""
+        """Called by Serve when the running requests have ended."""
         child: Child | None = getattr(self, "_child", None)
         watching: asyncio.Task[None] | None = getattr(self, "_watching", None)
         if watching is not None:
@@ -96,7 +96,7 @@ class Replica:
 
 @serve.ingress()
 class Front:
-    """The gateway's process."""
+    """The process of the gateway."""
 
     def __init__(self, replica: Any, *, max_request_bytes: int, shared: bool):
         self._replica = replica
@@ -115,15 +115,15 @@ class Front:
         try:
             async for item in response:
                 yield item
-        except (ReplicaLost, RayTaskError):  # what a replica raised
+        except (ReplicaLost, RayTaskError):  # raised by a replica
             raise
-        except (RayError, RayServeException) as error:  # what became of one
+        except (RayError, RayServeException) as error:  # the replica is gone
             raise ReplicaLost(f"{type(error).__name__}: {error}") from error
         finally:
             response.cancel()
 
     async def _metrics(self, call: Call) -> tuple[Head, bytes]:
-        """Those of all replicas; or what one of them says against it."""
+        """Returns the metrics of all replicas, or the error of one of them."""
         answers = await self._replica.broadcast("exchange_whole", call).results_async()
         if not answers:
             raise ReplicaLost("no replica is ready")
@@ -154,7 +154,7 @@ def application(deployment: Deployment) -> Any:
         num_replicas=fleet.gateways,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=deployment.most_ongoing * fleet.most_replicas,
-        # Later than replicas, so that it can say what became of their streams.
+        # Longer than for replicas, so that the gateway can report errors of their streams.
         graceful_shutdown_timeout_s=options.shutdown_timeout + _PATIENCE_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
     )

@@ -1,4 +1,4 @@
-"""One replica of a machine starts before the others: it compiles what they then load."""
+"""Starts one replica of a machine before the others, so that they load its compiled programs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 @asynccontextmanager
 async def first_start(flags: Sequence[str]) -> AsyncGenerator[None]:
-    """Holds back starts with equal flags while one of them is going on; the others then go on
-    together. A process that dies lets go."""
+    """Delays starts with equal flags while one of them is running. The others then start together.
+    A process that dies releases its lock."""
     name = hashlib.sha256("\0".join(flags).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir(), f"jaxserve-start-{os.getuid()}-{name}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""The metrics of all replicas as one exposition."""
+"""Merges the metrics of all replicas into one exposition."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (.+)")
 
 
 def merged(expositions: Mapping[str, str]) -> str:
-    """Returns the samples of every exposition with a label `replica`, each family once.
+    """Returns the samples of all expositions with a label `replica`, with each family once.
 
     Args:
-      expositions: Prometheus's text format, by the replica's name.
+      expositions: texts in Prometheus's format, by the name of the replica.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

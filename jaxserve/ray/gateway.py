@@ -1,5 +1,5 @@
-"""The ASGI application in front of replicas: it tries again, and says what went wrong. Knows
-nothing of Ray."""
+"""The ASGI application in front of replicas: retries requests, and reports errors to clients. Does
+not depend on Ray."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ type Scope = MutableMapping[str, Any]
 type Receive = Callable[[], Awaitable[Message]]
 type Send = Callable[[Message], Awaitable[None]]
 type Ask = Callable[[Call, str], AsyncGenerator[Head | bytes]]
-"""Has a replica answer a call that begins with this text. Raises ReplicaLost."""
+"""Sends a call to a replica. The text is the beginning of its prompt. Raises ReplicaLost."""
 
 log = logging.getLogger(__name__)
 
 TRIES = 5
 _PAUSE_SECONDS = 0.2
-"""Before another replica is asked: Ray may not have noticed yet that the first one is dead."""
+"""Seconds before another replica is asked: Ray may not yet know that the first one is dead."""
 _OWN_STORE = "/v1/responses"
 
 
 class Gateway:
-    """Has replicas answer requests. A request whose replica dies goes to another one as long as
-    its client has got nothing of the answer; after that it ends with an error."""
+    """Forwards requests to replicas. If a replica dies, its requests go to another one as long as
+    the client has received nothing. After that they end with an error."""
 
     def __init__(self, ask: Ask, *, max_request_bytes: int, shared: bool):
-        """`shared`: there may be several replicas, which do not know each other's responses."""
+        """`shared`: there may be several replicas. They do not know each other's stored
+        responses."""
         self._ask = ask
         self._most = max_request_bytes
         self._shared = shared
@@ -85,17 +86,17 @@ class Gateway:
 
 
 def lost(*, begun: bool) -> ApiError:
-    """Returns the error of a request whose replica is gone. `begun`: the answer had begun."""
+    """Returns the error for a lost replica. `begun`: whether the answer had begun."""
     which = "after its answer had begun" if begun else f"{TRIES} times"
     message = f"the replica that served this request was lost {which}; send the request again"
     return ApiError(503, message, code="replica_lost", retry_after=1)
 
 
 async def _body(receive: Receive, most: int) -> bytes | None:
-    """Returns a request's body; None: the client has left.
+    """Returns a request's body; None: the client has disconnected.
 
     Raises:
-      ApiError: 413, for a body of more than `most` bytes.
+      ApiError: 413 if the body has more than `most` bytes.
     """
     parts, size = list[bytes](), 0
     while True:
@@ -112,7 +113,7 @@ async def _body(receive: Receive, most: int) -> bytes | None:
 
 
 async def _left(receive: Receive) -> None:
-    """Waits until the client has left."""
+    """Waits until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -128,7 +129,8 @@ def _call(scope: Scope, body: bytes) -> Call:
 
 
 def _refuse_stored(call: Call) -> None:
-    """Raises ApiError, 400, for what only the replica knows that stored a response."""
+    """Raises ApiError 400 for requests that only the replica with a stored response could
+    answer."""
     path = call.path.partition("?")[0]
     named = path.startswith(f"{_OWN_STORE}/")
     if path == _OWN_STORE and b'"previous_response_id"' in call.body:

@@ -1,4 +1,4 @@
-"""An answer on its way to the client: whole events, and an error at the end if need be."""
+"""Forwards an answer to the client in whole events, and adds an error if necessary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
 
 
 class Outgoing:
-    """Passes an answer on without waiting, but for two things: a head leaves with the first bytes,
-    so that another replica may still answer; and events of a stream leave whole, so that an error
-    can follow them."""
+    """Forwards an answer without delay, with two exceptions. The head is sent with the first bytes,
+    so that until then another replica may answer. Stream events are sent whole, so that an error
+    event can follow."""
 
     def __init__(self, path: str, send: Callable[[MutableMapping[str, Any]], Awaitable[None]]):
         self._path = path
@@ -25,16 +25,16 @@ class Outgoing:
         self._sent_head = False
         self._events = False
         self._part = b""
-        """Of an event that is not complete."""
+        """The incomplete event at the end."""
         self._numbered = 0
         self.begun = False
-        """The client has got something of the answer, other than comments."""
+        """Whether the client has received any of the answer, except comments."""
 
     async def take(self, item: Head | bytes) -> None:
-        """Passes on a head or bytes.
+        """Forwards a head or bytes.
 
         Raises:
-          ReplicaLost: another replica answers in another way than the first, whose head is sent.
+          ReplicaLost: another replica answers with a different head than the one already sent.
         """
         if isinstance(item, Head):
             if self._sent_head and not (item.status == 200 and _is_events(item)):
@@ -50,14 +50,14 @@ class Outgoing:
         """Ends the answer.
 
         Raises:
-          ReplicaLost: there is none.
+          ReplicaLost: there was no answer.
         """
         if self._head is None:
             raise ReplicaLost("the replica answered nothing")
         await self._write(self._part, more=False)
 
     def again(self) -> None:
-        """Forgets what has come of an answer that another replica gives anew."""
+        """Drops the unsent part of an answer, because another replica starts again."""
         self._part = b""
 
     async def refuse(self, error: ApiError) -> None:
@@ -72,10 +72,10 @@ class Outgoing:
         await self._write(body, more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Ends the answer with an error: as the answer, or as the stream's last event.
+        """Ends the answer with an error: as the whole answer, or as the last event of the stream.
 
         Raises:
-          ConnectionError: neither can be told any more; the connection must not end well.
+          ConnectionError: neither is possible any more; the connection must be aborted.
         """
         if not self._sent_head:
             await self.refuse(error)
@@ -116,7 +116,7 @@ class Outgoing:
 
 
 def error_body(path: str, error: ApiError) -> dict[str, Any]:
-    """Returns an error's JSON in the words of the path's API."""
+    """Returns the JSON of an error in the format of the path's API."""
     return anthropic_body(error) if _MESSAGES in path else error.body()
 
 

@@ -1,4 +1,4 @@
-"""How many replicas the queues need."""
+"""Computes the number of replicas from their queues."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 RUNNING, WAITING = "jaxserve_running", "jaxserve_waiting"
-"""What replicas report, by the names that the policy reads."""
+"""Statistics that replicas report, by the names that the policy reads."""
 
 _MOST_GROWTH = 2.0
 
 
 class Context(Protocol):
-    """What the policy reads of Serve's AutoscalingContext."""
+    """The fields of Serve's AutoscalingContext that the policy reads."""
 
     @property
     def current_num_replicas(self) -> int: ...
@@ -23,22 +23,24 @@ class Context(Protocol):
 
 
 class QueuePolicy:
-    """Serve's autoscaling policy: enough replicas for their running and waiting requests, and more
-    while requests wait although there should be enough.
+    """Serve's autoscaling policy. It asks for enough replicas for all running and waiting requests,
+    and for more if requests still wait.
 
-    Long contexts fill the KV cache with few requests: then only the waiting ones show that more
-    replicas are needed. As Kubernetes' autoscaler does, it multiplies the replicas that run by
-    what waits over what may wait, by 2 at most; replicas that are starting are not counted, so that
-    the same wish does not grow while they start. Serve applies the limits and delays.
+    Few requests with long contexts can fill the KV cache. Then only the waiting requests show that
+    more replicas are needed. Like Kubernetes' autoscaler, the policy multiplies the running
+    replicas by the ratio of waiting requests to the allowed number, at most 2. It does not count
+    replicas that are starting, so that its result does not grow while they start. Serve applies
+    limits and delays.
     """
 
     def __init__(self, *, target_requests: float, target_waiting: float):
-        """Both are of a replica: running and waiting requests, and waiting ones."""
+        """Both targets are per replica: running plus waiting requests, and waiting requests
+        alone."""
         self._target_requests = target_requests
         self._target_waiting = target_waiting
 
     def __call__(self, context: Context) -> tuple[float, dict[str, Any]]:
-        """Returns how many replicas there should be, and no state."""
+        """Returns the wanted number of replicas, and no state."""
         reported = context.aggregated_metrics or {}
         running = sum(reported.get(RUNNING, {}).values())
         waiting = sum(reported.get(WAITING, {}).values())

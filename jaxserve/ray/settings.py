@@ -1,4 +1,4 @@
-"""What is deployed: from a command line, or from the `args` of a Serve config file."""
+"""Settings of a deployment: from a command line, or from the `args` of a Serve config file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.cli.options import FLAGS_VARIABLE, Options, parse_args
 from jaxserve.config import ConfigError
 
 MOST_SEQUENCES = 256
-"""What a replica runs at once at most where no flag says it."""
+"""Sequences that a replica runs at once, at most, if no flag says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +27,19 @@ class Fleet:
 
     replicas: int = 1
     max_replicas: int | None = None
-    """More than `replicas`: as many as the queues need, between the two."""
+    """If set, the fleet scales with the queues between `replicas` and this number."""
     gpus: float = 1.0
-    """Of each replica; 0 runs it on the CPU."""
+    """GPUs per replica; 0: it runs on the CPU."""
     cpus: float = 1.0
     gateways: int = 1
     affinity: bool = True
-    """Requests go where requests with the same beginning went."""
+    """Send requests to the replica that got requests with the same beginning."""
     affinity_imbalance: int = 32
-    """More requests than the emptiest replica: affinity gives way to load."""
+    """If a replica has this many more requests than the least loaded one, load decides instead."""
     target_requests: float = 64.0
-    """Running and waiting requests that a replica should have."""
+    """Target of running plus waiting requests per replica."""
     target_waiting: float = 4.0
-    """Waiting requests that a replica may have."""
+    """Target of waiting requests per replica."""
     flags: tuple[str, ...] = ()
     """The command line of each replica's server."""
 
@@ -58,14 +58,14 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A fleet, and the options that its flags mean."""
+    """A fleet, and the options of its flags."""
 
     fleet: Fleet
     options: Options
 
     @property
     def most_ongoing(self) -> int:
-        """Requests that a replica takes before its own queue refuses them."""
+        """Requests that a replica accepts before its own queue refuses them."""
         return (self.options.max_num_seqs or MOST_SEQUENCES) + self.options.max_num_queued_reqs
 
 
@@ -78,16 +78,16 @@ class Listen:
     ssl_keyfile: Path | None
     ssl_certfile: Path | None
     address: str | None
-    """Of a running cluster; None: of this machine alone, started here."""
+    """Address of a running cluster; None: start one on this machine."""
 
 
 def parse(argv: list[str]) -> tuple[Deployment, Listen]:
-    """Returns what a command line of `python -m jaxserve.ray` asks for.
+    """Parses a command line of `python -m jaxserve.ray`.
 
-    Flags that are not of the fleet are each replica's. Wrong ones end the process with a message.
+    Flags that are not the fleet's go to each replica. Wrong flags end the process with a message.
 
     Raises:
-      ConfigError: flags that exclude each other, or that a replica cannot have.
+      ConfigError: flags exclude each other, or are not allowed for a replica.
     """
     given, rest = _parser().parse_known_args(argv)
     values = vars(given)
@@ -96,11 +96,11 @@ def parse(argv: list[str]) -> tuple[Deployment, Listen]:
 
 
 def from_settings(settings: Mapping[str, Any]) -> Deployment:
-    """Returns what the `args` of a Serve config file ask for: fields of Fleet, and for the rest
-    the flags of serving with underscores, such as `max_model_len: 32768`.
+    """Parses the `args` of a Serve config file: fields of Fleet, and flags of serving with
+    underscores, such as `max_model_len: 32768`.
 
     Raises:
-      ConfigError: as `parse`.
+      ConfigError: see `parse`.
     """
     ours = {field.name for field in fields(Fleet)} - {"flags"}
     fleet = {key: value for key, value in settings.items() if key in ours}
@@ -109,10 +109,10 @@ def from_settings(settings: Mapping[str, Any]) -> Deployment:
 
 
 def deployment(fleet: Mapping[str, Any]) -> Deployment:
-    """Returns the deployment of these fields of Fleet, with checked flags.
+    """Returns the deployment for these fields of Fleet, with checked flags.
 
     Raises:
-      ConfigError: a field or a flag that a fleet cannot have.
+      ConfigError: a field or a flag is not allowed for a fleet.
     """
     try:
         flags, _ = translated(list(fleet["flags"]))
@@ -138,7 +138,7 @@ _REFUSED = {
     "ssl_certfile": "certificates belong to Serve's HTTP options",
     "ssl_ca_certs": "Serve's proxy does not ask for client certificates",
 }
-"""Options that a replica cannot have, and why."""
+"""Options that a replica cannot have, and the reasons."""
 
 
 def _parser() -> FlagParser:
@@ -204,6 +204,6 @@ def _add_listen_flags(add: AddArgument) -> None:
 
 
 def own_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """Returns a replica's flags. The pages are off unless asked for: a view of the engine through
-    the gateway would be another replica's at each look."""
+    """Returns a replica's flags. The web pages are off unless a flag asks for them: through the
+    gateway, each request of the engine's page could reach a different replica."""
     return ("--no-ui", *flags)

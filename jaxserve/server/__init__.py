@@ -1,4 +1,4 @@
-"""The HTTP side: an OpenAI-compatible API over `jaxserve.api.Engine`. Never imports jax."""
+"""The HTTP server: an OpenAI-compatible API over `jaxserve.api.Engine`. Never imports jax."""
 
 from jaxserve.server.app import make_app, make_runner
 

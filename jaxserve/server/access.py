@@ -1,4 +1,4 @@
-"""Who may ask: API keys, on every route that is not listed here as open."""
+"""Access control: every route needs an API key unless it is listed here as open."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxserve.server.tenant import CURRENT_TENANT, KEY_NAME, tenant_of
 from jaxserve.server.ui import OPEN_PAGES
 
 OPEN_ROUTES = frozenset({"/health", "/live", "/ready"})
-"""Answered without a key, by the path of the route that was matched. Everything else, routes that
-do not exist included, needs one: a route that is added later is closed by itself."""
+"""Routes that need no key, by the path of the matched route. All other requests need one, also
+those for unknown routes. So a new route is closed by default."""
 
 METRICS_ROUTES = frozenset({"/metrics", "/metrics/routing"})
 RENDER_ROUTES = frozenset({"/v1/chat/completions/render", "/v1/completions/render"})
-"""Scrapers and routers that send no keys ask these: opened by flags."""
+"""Scrapers and routers without keys call these routes. Flags can open them."""
 
 ADMIN_ROUTES = frozenset(
     {
@@ -30,17 +30,17 @@ ADMIN_ROUTES = frozenset(
         *("/sleep", "/wake_up"),
     }
 )
-"""They change what all clients get: only for keys of administrators, and not there without any."""
+"""These routes change the behaviour for all clients. They need an administrator's key, and do not
+exist if the server has no such key."""
 
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses requests without a key that the server knows, if it knows any, before anything reads
-    the body: 401, and 403 for a client's key on a route of administrators. Keys of administrators
-    open every route.
+    """Refuses requests without a valid key, if the server has keys, before anything reads the body.
+    Administrators' keys open every route.
 
     Raises:
-      ApiError: 401 without a valid key, 403 for a client's key on a route of administrators.
+      ApiError: 401 without a valid key, 403 for a client's key on an admin route.
     """
     config = request.app[SERVICE].config
     path = route_of(request)
@@ -56,7 +56,7 @@ async def require_key(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 def is_open(path: str | None, config: ServerConfig) -> bool:
-    """Says whether the route of this path answers without a key."""
+    """Returns whether the route of this path answers without a key."""
     if path in METRICS_ROUTES:
         return config.open_metrics
     if path in RENDER_ROUTES:
@@ -65,8 +65,8 @@ def is_open(path: str | None, config: ServerConfig) -> bool:
 
 
 def service_of(request: web.Request) -> Service:
-    """Returns the service of the application. Where caches are isolated by key, its tokenizer uses
-    those of this request's key."""
+    """Returns the application's service. If caches are isolated by key, its tokenizer uses the
+    caches of the request's key."""
     service = request.app[SERVICE]
     if not service.config.isolate_cache_by_key:
         return service
@@ -74,13 +74,14 @@ def service_of(request: web.Request) -> Service:
 
 
 def digest(key: str) -> bytes:
-    """Returns a key's SHA-256. Keys are kept and compared as digests, which have one length."""
-    # Bytes of headers that are not UTF-8 come as surrogates.
+    """Returns a key's SHA-256. Keys are stored and compared as digests, which have equal
+    lengths."""
+    # Header bytes that are not UTF-8 arrive as surrogates.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def route_of(request: web.Request) -> str | None:
-    """Returns the path of the route that was matched, without the root path; None: no route was."""
+    """Returns the path of the matched route without the root path; None: no route matched."""
     resource = request.match_info.route.resource
     if resource is None:
         return None
@@ -89,7 +90,7 @@ def route_of(request: web.Request) -> str | None:
 
 
 def _checked(request: web.Request, known: Iterable[bytes]) -> bytes:
-    """The digest of the key that the request carries; the request keeps its name."""
+    """Returns the digest of the request's key, and stores the key's name in the request."""
     given = [digest(key) for key in _given_keys(request)]
     if not given:
         raise ApiError(
@@ -97,7 +98,7 @@ def _checked(request: web.Request, known: Iterable[bytes]) -> bytes:
             "an API key is required: send Authorization: Bearer KEY, or x-api-key: KEY",
             code="missing_api_key",
         )
-    # No early exit: the time must not tell which key was close.
+    # No early exit: the time must not reveal which key was close.
     matching = [other for other in known for one in given if hmac.compare_digest(one, other)]
     if not matching:
         raise ApiError(401, "the API key is not one of this server's", code="invalid_api_key")
@@ -106,7 +107,8 @@ def _checked(request: web.Request, known: Iterable[bytes]) -> bytes:
 
 
 def _given_keys(request: web.Request) -> list[str]:
-    """OpenAI's clients send a bearer token, Anthropic's x-api-key, some of them both."""
+    """Returns the request's keys. OpenAI clients send a bearer token, Anthropic clients x-api-key,
+    some clients both."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     return [key for key in (bearer, request.headers.get("x-api-key", "")) if key]

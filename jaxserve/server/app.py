@@ -1,4 +1,4 @@
-"""The aiohttp application and the runner that serves it."""
+"""The aiohttp application, and the runner that serves it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def make_app(
     tracer: Tracer | None = None,
     startup: Startup = tuple,
 ) -> web.Application:
-    """Makes the HTTP side of one engine. It may be served while the engine is still starting.
+    """Makes the HTTP application of one engine. It can serve while the engine is still starting.
 
-    `startup` returns the phases of the start so far.
+    Args:
+      startup: returns the start-up phases so far.
 
-    ConfigError: the model's chat template is none, or a parser that was asked for is not known.
+    Raises:
+      ConfigError: the model's chat template is invalid, or a parser name is unknown.
     """
     app = web.Application(
         middlewares=[report_request, preflight, error_shape, require_key],
@@ -163,13 +165,13 @@ def _routes(prefix: str, *, admin: bool) -> list[web.RouteDef]:
 
 
 def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.AppRunner:
-    """Makes the runner that serves the app, in tests and in production alike.
+    """Makes the runner that serves the application, in tests and in production.
 
-    Without `handler_cancellation` aiohttp lets a handler go on when its client has left, and the
-    engine would generate for nobody. `shutdown_timeout` is what `cleanup` waits for handlers
-    before it cancels them; the engine ends its streams before. What aiohttp calls the timeout of
-    kept connections counts from when a connection is ready for a request to the end of that
-    request's header, however its bytes come.
+    With `handler_cancellation`, aiohttp cancels a handler when its client disconnects, so the
+    engine does not generate for nobody. `cleanup` waits `shutdown_timeout` seconds for handlers
+    before it cancels them; the engine ends its streams earlier. aiohttp's keep-alive timeout counts
+    from when a connection is ready for a request until the complete headers of that request have
+    arrived.
     """
     web_log = logging.getLogger("jaxserve.server.http")
     if not web_log.filters:

@@ -1,4 +1,4 @@
-"""What is known of a request before its fields, and what its headers tell the scheduler."""
+"""Facts about a request before its fields are read, and the scheduling hints in its headers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxserve.server.service import Service
 from jaxserve.server.tenant import flow_of, isolated_salt, tenant_of
 
 FIRST_TOKEN_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
-"""As llm-d spells it, and as benchmarks and llm-d's older versions do; the first one wins."""
+"""llm-d's spelling, and that of benchmarks and older versions of llm-d. The first one wins."""
 ANSWER_HEADER = "x-slo-e2e-ms"
 
 
 class Standing(NamedTuple):
-    """Whose request it is, how urgent, and by when it has to be answered."""
+    """The tenant of a request, its priority, and its deadlines."""
 
     tenant: str
     priority: int
@@ -36,7 +36,7 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What is known of a request before its fields."""
+    """Facts about a request before its fields are read."""
 
     service: Service
     request: web.Request
@@ -45,13 +45,13 @@ class Arrival:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def tier(self, fields: Ranked) -> dict[str, Any]:
-        """Returns what the answer says of the request's service tier."""
+        """Returns the answer's fields about the request's service tier."""
         config = self.service.config
         level = level_of_headers(self.request.headers, config.objectives)
         return dict(tier_used(fields, level, by_priority=config.by_priority))
 
     def standing(self, fields: GenerationFields) -> Standing:
-        """Returns what the scheduler has to know. ApiError: a header is not what it should be."""
+        """Returns the scheduling facts of a request. Raises ApiError if a header is invalid."""
         headers, config = self.request.headers, self.service.config
         tenant, salt = tenant_of(self.request), fields.cache_salt or ""
         level = level_of_headers(headers, config.objectives)
@@ -60,7 +60,7 @@ class Arrival:
         return Standing(
             tenant=tenant if flow is None else flow,
             priority=level_of(fields) if level is None else level,
-            # By key, whatever a gateway says.
+            # Caches are isolated by key, whatever tenant a gateway names.
             cache_salt=isolated_salt(tenant, salt) if config.isolate_cache_by_key else salt,
             ttft_slo=first,
             e2e_slo=config.request_timeout if whole is None else whole,
@@ -68,7 +68,7 @@ class Arrival:
 
 
 def _seconds(headers: Mapping[str, str], *names: str) -> float | None:
-    """The first of these headers that there is, which are in milliseconds."""
+    """Returns the seconds in the first present header of these, which are in milliseconds."""
     name = next((name for name in names if name in headers), None)
     if name is None:
         return None

@@ -1,4 +1,5 @@
-"""Prompt tokens that wait for their first output token: how many, and how fast they are served."""
+"""Counts prompt tokens that wait for their first output token, and the rate at which they are
+served."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from jaxserve.api import Overloaded
 from jaxserve.server.output.generation import Choice
 
 WINDOW = 10.0
-"""Seconds of the past that the rate is taken from."""
+"""Seconds of the past over which the rate is computed."""
 UNKNOWN_RATE_WAIT = 5.0
-"""Seconds to come back in where nothing was served lately."""
+"""Value of Retry-After if no token was served recently."""
 SHORTEST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
 
@@ -22,7 +23,7 @@ class Backlog:
     """Used on the event loop's thread only."""
 
     def __init__(self, max_tokens: int | None, clock: Callable[[], float] = time.monotonic):
-        """`max_tokens` may wait at once; None: any number."""
+        """`max_tokens`: the most tokens that may wait at once; None: no limit."""
         self.waiting = 0
         self._max_tokens = max_tokens
         self._clock = clock
@@ -33,8 +34,8 @@ class Backlog:
         """Counts the prompts of one request as waiting, each until its first token or the end of
         the block.
 
-        Raises Overloaded where too much waits already. A request that finds nothing waiting is
-        let in whatever its size: it would be refused for ever.
+        Raises Overloaded if too many tokens are waiting. If nothing waits, a request of any size is
+        accepted, because it would otherwise be refused for ever.
         """
         sizes = {choice.index: len(choice.request.prompt) for choice in choices}
         more = sum(sizes.values())
@@ -52,7 +53,7 @@ class Backlog:
             self.waiting -= sum(sizes.values())
 
     def seconds_to_drain(self) -> float:
-        """Returns what `Retry-After` says: waiting tokens over tokens served per second lately."""
+        """Returns the value of `Retry-After`: waiting tokens divided by the recent rate."""
         now = self._clock()
         self._forget(now)
         if not self._served:

@@ -1,4 +1,5 @@
-"""One connection: what it is told before there is a request, and its end when nobody reads."""
+"""A client connection: answers requests that are not HTTP, and closes if the client stops
+reading."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from jaxserve.server.service import SERVICE, Service
 log = logging.getLogger(__name__)
 
 PROGRESS_BYTES = 32 * 1024
-"""What a client has to take within the write timeout, if so much waits for it."""
+"""Bytes that a client must read within the write timeout, if that many wait."""
 DRAINING_TIMEOUT = 5.0
-"""Seconds without it that a client gets, at most, while the server shuts down."""
+"""The write timeout while the server shuts down, at most, in seconds."""
 
 
 SCARCE_DESCRIPTORS = 8
-"""So few are left when it is said."""
+"""A warning is logged when this many descriptors are left."""
 _SAY_AGAIN = 3600.0
-"""Seconds until it is said again."""
+"""Seconds until the warning is repeated."""
 
 
 class _ScarceDescriptors:
-    """Logs that file descriptors run out. Without a free one the event loop closes each new
-    connection at once, silently."""
+    """Logs that file descriptors run out. Without a free one, the event loop silently closes each
+    new connection."""
 
     def __init__(self) -> None:
         self._said = -math.inf
 
     def look(self, connected: socket.socket | None) -> None:
-        """Checks the descriptor of the newest connection: it was the lowest free number."""
+        """Checks the descriptor of the newest connection, which was the lowest free number."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if connected is None or not 0 <= limit - SCARCE_DESCRIPTORS <= connected.fileno():
             return
@@ -57,10 +58,10 @@ _scarce_descriptors = _ScarceDescriptors()
 
 
 class Connection(RequestHandler):
-    """aiohttp's, with errors in our shape, and closed when its client takes nothing.
+    """aiohttp's connection, with errors in our format. It closes if its client stops reading.
 
-    Above 64 KiB of unsent data the transport says that writing is paused: until it goes on the
-    client has to take `PROGRESS_BYTES` within the write timeout again and again. To close the
+    Above 64 KiB of unsent data the transport reports that writing is paused. From then on the
+    client must read `PROGRESS_BYTES` in every write timeout until writing resumes. Closing the
     connection cancels its handler, which aborts the request.
     """
 
@@ -71,7 +72,7 @@ class Connection(RequestHandler):
         self._service = service
         self._look: asyncio.TimerHandle | None = None
         self._unsent, self._at = 0, 0.0
-        """Bytes that waited when the client had last taken enough, and when."""
+        """Unsent bytes when the client had last read enough, and the time."""
 
     @property
     def answering(self) -> bool:
@@ -111,7 +112,7 @@ class Connection(RequestHandler):
             self._look = None
 
     def _check(self) -> None:
-        """Whether the client takes what is written."""
+        """Closes the connection if the client does not read enough."""
         if self.transport is None:
             return
         unsent, limit = self.transport.get_write_buffer_size(), self._service.config.write_timeout
@@ -120,7 +121,7 @@ class Connection(RequestHandler):
         if unsent <= self._unsent - PROGRESS_BYTES:
             self._mark(unsent)
         elif asyncio.get_running_loop().time() - self._at >= limit:
-            log.info("a client took no data for %g s: its connection is closed", limit)
+            log.info("closed a connection: its client read no data for %g s", limit)
             self.transport.abort()
             return
         self._look_later()
@@ -132,8 +133,8 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is not HTTP, and to exceptions from outside of the handlers."""
-        super().handle_error(request, status, exc, message)  # it logs, and raises if one has begun
+        """Answers data that is not HTTP, and exceptions outside of handlers."""
+        super().handle_error(request, status, exc, message)  # logs; raises if the answer has begun
         error = internal_error()
         if status < 500:
             what = (message or "").partition("\n")[0][:200]
@@ -143,7 +144,7 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """aiohttp's own refusals come here without having met a middleware."""
+        """Gives our format to aiohttp's own refusals, which do not pass through middleware."""
         if isinstance(resp, web.HTTPException):
             error = as_api_error(request, resp, self._service.config)
             resp = _closing(self._shaped(request, error))
@@ -161,7 +162,7 @@ def _closing(response: web.Response) -> web.Response:
 
 
 class _Server(web.Server):
-    """Makes our connections."""
+    """Makes connections of our class."""
 
     service: Service
 
@@ -170,11 +171,11 @@ class _Server(web.Server):
 
 
 class Runner(web.AppRunner):
-    """aiohttp's, with our connections."""
+    """aiohttp's runner, with connections of our class."""
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        server.__class__ = _Server  # the application makes aiohttp's own and offers no other way
+        server.__class__ = _Server  # the application creates aiohttp's class and has no option
         assert isinstance(server, _Server)
         server.service = self.app[SERVICE]
         return server

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's nested error object on every route."""
+"""Errors for clients: OpenAI's nested error object on every route."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. The message goes to the client: no paths, no `str(exception)`."""
+    """An answer other than 200. Its message goes to the client: no paths, no `str(exception)`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ApiError(Exception):
         }
 
     def response(self, body: dict[str, Any] | None = None) -> web.Response:
-        """Makes the HTTP response. `body`: the error in the words of another API than OpenAI's."""
+        """Makes the HTTP response. `body`: the error in the format of another API than OpenAI's."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -77,10 +77,10 @@ class ApiError(Exception):
 
 
 class PromptTooLong(ApiError):
-    """The 400 for a prompt that the context has no room for."""
+    """The 400 for a prompt that is too long for the context."""
 
     def __init__(self, prompt_tokens: int, max_model_len: int, *, param: str, exact: bool = True):
-        """`exact`: the tokens have been counted to the end."""
+        """`exact`: all tokens were counted."""
         size = f"{prompt_tokens} tokens" if exact else f"more than {prompt_tokens} tokens"
         super().__init__(
             400,
@@ -97,7 +97,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Returns the JSON body of an error in Anthropic's shape."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     if isinstance(error, PromptTooLong):
-        # Clients read the numbers out of these very words, and leave out as much.
+        # Clients parse the numbers out of exactly this text.
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.most_tokens} maximum"
         return {"type": "error", "error": {"type": kind, "message": message}}
     named = f"{error.param}: " if error.param and error.param not in error.message else ""
@@ -106,9 +106,9 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Generator[None]:
-    """Makes errors name the request's own fields, not those of the chat that it was translated to.
+    """Makes errors name the request's own fields instead of those of the translated chat.
 
-    Longer names come before what they begin with. A name with a dot is no word of a message.
+    Pass longer names before their prefixes. A name with a dot never occurs as a word of a message.
     """
     try:
         yield
@@ -136,7 +136,7 @@ def json_response(
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    """Returns the error (400) of a request that cannot be served as it is."""
+    """Returns the error (400) of an invalid request."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -147,7 +147,7 @@ def too_large(most: int) -> ApiError:
 
 
 def internal_error() -> ApiError:
-    """Makes the 500 for an exception of ours, which is in the log."""
+    """Makes the 500 for an unexpected exception, which is in the log."""
     return ApiError(500, "internal server error", code="internal_error")
 
 

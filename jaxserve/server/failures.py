@@ -1,4 +1,4 @@
-"""What a failure of the engine means to the client of a request."""
+"""Translates failures of the engine into errors for clients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jaxserve.server.output.generation import GrammarLeft
 from jaxserve.server.service import Service
 
 _RESTART_SECONDS = 5.0
-"""When a client may come back to a server that has just shut down."""
+"""Seconds after which a client may retry on a server that is restarting."""
 
 
 def api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> ApiError:
-    """Translates a failure, as far as one request and the server's state can tell what it means."""
+    """Translates a failure, using the request and the state of the server."""
     if isinstance(error, GrammarLeft):
-        # No 500: clients would try again, and meet the limit again.
+        # Not a 500: clients would retry and meet the limit again.
         return invalid(
             f"the grammar met a limit after {error.num_tokens} tokens: there are too many ways to "
             "read the output so far. Left-recursive rules and fewer nested repetitions need less",

@@ -1,5 +1,5 @@
-"""What probes and scrapers ask: alive, ready, metrics. On the port of the API, and on one of its
-own (`--probe-port`), where another thread answers."""
+"""Routes of probes and scrapers: liveness, readiness, metrics. They answer on the API's port, and
+on the port of `--probe-port` from another thread."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _RETRY = {"Retry-After": "1"}
 
 
 class Pulse:
-    """When the event loop of the API last ran."""
+    """When the API's event loop last ran."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
 
     def beat(self) -> None:
-        """Called on that loop now and then."""
+        """Records that the loop runs. Called on that loop periodically."""
         self._at = time.monotonic()
 
     @property
     def age(self) -> float:
-        """Seconds since the last beat."""
+        """Returns the seconds since the last beat."""
         return time.monotonic() - self._at
 
 
@@ -37,21 +37,21 @@ PULSE = web.AppKey("pulse", Pulse)
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET /health: whether requests are served, as whoever sends traffic to a server that answers
-    200 expects; with `--health-means live` the same as /live."""
+    """GET /health: whether the server serves requests, as load balancers expect of a 200. With
+    `--health-means live` it is the same as /live."""
     if request.app[SERVICE].config.health_means == "live":
         return await live(request)
     return await _health(request, {"serving"})
 
 
 async def live(request: web.Request) -> web.Response:
-    """GET /live: whether the engine makes progress, is idle, or starts."""
+    """GET /live: whether the engine makes progress, is idle, or is starting."""
     return await _health(request, None)
 
 
 async def _health(request: web.Request, well: set[str] | None) -> web.Response:
-    """With `deep=1` an engine that serves must generate a token. `well`: phases that are answered
-    with 200; None: all but those without progress."""
+    """Answers a health probe. With `deep=1`, a serving engine must generate a token. `well`: the
+    phases with status 200; None: all phases except the stalled one."""
     service = request.app[SERVICE]
     status, phase = service.engine.status(), phase_of(request)
     healthy = phase not in ("failed", "stalled") if well is None else phase in well
@@ -71,7 +71,7 @@ async def _health(request: web.Request, well: set[str] | None) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """GET /ready: whether a request sent now is served now."""
+    """GET /ready: whether a request sent now would be served."""
     phase, status = phase_of(request), request.app[SERVICE].engine.status()
     serving = phase == "serving"
     body = Readiness(phase=phase, progress=status.progress)
@@ -79,8 +79,8 @@ async def ready(request: web.Request) -> web.Response:
 
 
 def phase_of(request: web.Request) -> str:
-    """Returns the engine's phase; `stalled` if it finishes no step for too long, or if the loop
-    that answers requests does not run."""
+    """Returns the engine's phase. Returns `stalled` if no step has finished for too long, or if the
+    API's event loop does not run."""
     service = request.app[SERVICE]
     pulse = request.app.get(PULSE)
     if pulse is not None and pulse.age >= service.config.stall_timeout:
@@ -95,11 +95,11 @@ def _phase(service: Service) -> str:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics: all of them, or those of `name[]`."""
+    """GET /metrics: all metrics, or those that `name[]` names."""
     service, names = request.app[SERVICE], request.query.getall("name[]", None)
     _observe(service)
     if names is None:
-        # This request is not among them if another port answers it.
+        # A scrape on another port is not among these requests.
         answers = sum(connection.answering for connection in list(service.connections))
         service.metrics.observe_answers(answers - (PULSE not in request.app))
         service.metrics.set_weights(service.engine.weights.version)
@@ -107,7 +107,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def routing_metrics(request: web.Request) -> web.Response:
-    """GET /metrics/routing: what routers read, 2 KB."""
+    """GET /metrics/routing: the metrics that routers read, 2 KB."""
     service = request.app[SERVICE]
     _observe(service)
     return _text(service.metrics.exposition(ROUTING))
@@ -122,7 +122,7 @@ def _text(body: bytes) -> web.Response:
 
 
 def routes(prefix: str = "") -> list[web.RouteDef]:
-    """Returns the routes of probes and scrapers below a path."""
+    """Returns the routes for probes and scrapers below a path."""
     return [
         web.get(f"{prefix}/health", health),
         web.get(f"{prefix}/live", live),
@@ -133,9 +133,9 @@ def routes(prefix: str = "") -> list[web.RouteDef]:
 
 
 def probe_app(service: Service, pulse: Pulse) -> web.Application:
-    """Makes the application of a port for probes only, without keys. It may run in another thread
-    than the API's: it reads what it needs and awaits nothing of the API's loop, so that it answers
-    whatever that loop does. `deep=1` has no effect there.
+    """Makes the application of the probe port, without keys. It may run in another thread than the
+    API. It reads shared state and awaits nothing of the API's loop, so it answers even while that
+    loop is busy. `deep=1` has no effect there.
     """
     app = web.Application()
     app[SERVICE], app[PULSE] = service, pulse
@@ -145,4 +145,4 @@ def probe_app(service: Service, pulse: Pulse) -> web.Application:
 
 
 async def _name(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers[hdrs.SERVER] = "jaxserve"  # and not the versions of Python and aiohttp
+    response.headers[hdrs.SERVER] = "jaxserve"  # hides the versions of Python and aiohttp

@@ -1,4 +1,4 @@
-"""Bodies of a megabyte and more: so many bytes of them are held at once."""
+"""Limits the bytes of large request bodies that the server processes at once."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.off_loop import HUGE_BYTES
 
 BODIES_AT_ONCE = 4
-"""As many of the largest size are read and worked on."""
+"""This many bodies of the largest size are processed at once."""
 _RETRY_SECONDS = 5.0
 _HELD = web.RequestKey("held", int)
 
 
 class HugeBodies:
-    """Limits the bytes of large bodies that are held at once: processing a body takes several times
-    its bytes. A body counts from its arrival until its prompt is ready. Used on the event loop's
-    thread only.
-
-    What is made of a body takes several times its bytes. A body counts from its arrival until its
-    prompt is ready.
+    """Limits the bytes of large bodies, because processing a body takes several times its bytes. A
+    body counts from its arrival until its prompt is ready. Used only on the event loop's thread.
     """
 
     def __init__(self, most: int):
-        """`most` bytes are held at once."""
+        """`most`: the most bytes at once."""
         self.held = 0
         self._most = most
 
     def hold(self, request: web.Request, size: int) -> None:
-        """Counts so many bytes of the request's body. ApiError 429: others hold too many."""
+        """Counts `size` bytes of the request's body. Raises ApiError 429 if other requests hold too
+        many."""
         if size < HUGE_BYTES:
             return
         more = size - request.get(_HELD, 0)
@@ -44,6 +41,7 @@ class HugeBodies:
         request[_HELD] = size
 
     def release(self, request: web.Request) -> None:
-        """Counts the request's body no longer: its prompt is ready, or it is over."""
+        """Stops counting the request's body, because its prompt is ready or the request has
+        ended."""
         self.held -= request.get(_HELD, 0)
         request[_HELD] = 0

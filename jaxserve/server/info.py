@@ -1,4 +1,4 @@
-"""What routers of SGLang ask of a server: its model, its limits, its load."""
+"""Routes that SGLang's routers call: model, limits and load of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.server.shapes import Shape
 
 
 class ServerInfo(Shape):
-    """What routers of SGLang read of its `/server_info`."""
+    """The fields of SGLang's `/server_info` that its routers read."""
 
     model_id: str
     model_path: str
@@ -22,7 +22,7 @@ class ServerInfo(Shape):
     version: str
     context_length: int
     max_total_tokens: int
-    """That the KV cache holds; 0 before it is planned."""
+    """Tokens that the KV cache holds; 0 before it is planned."""
     weight_version: str
     tp_size: Literal[1] = 1
     dp_size: Literal[1] = 1
@@ -32,7 +32,7 @@ class ServerInfo(Shape):
 
 
 class ModelInfo(Shape):
-    """What routers of SGLang read of its `/model_info`."""
+    """The fields of SGLang's `/model_info` that its routers read."""
 
     model_path: str
     tokenizer_path: str
@@ -44,7 +44,7 @@ class ModelInfo(Shape):
 
 
 class RankLoad(Shape):
-    """Of one data-parallel rank, in SGLang's words."""
+    """Load of one data-parallel rank, with SGLang's field names."""
 
     dp_rank: int
     num_running_reqs: int
@@ -55,7 +55,7 @@ class RankLoad(Shape):
     token_usage: float
     """Share of the KV cache in use, 0 to 1."""
     cache_hit_rate: float
-    """Of prompt tokens since the start, 0 to 1."""
+    """Share of prompt tokens since the start that were cached, 0 to 1."""
 
 
 class Loads(Shape):
@@ -65,7 +65,7 @@ class Loads(Shape):
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """GET /server_info, and /get_server_info as it was called."""
+    """GET /server_info, and /get_server_info, its former name."""
     service = request.app[SERVICE]
     name, status = service.config.model_names[0], service.engine.status()
     return json_response(
@@ -82,7 +82,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 
 async def model_info(request: web.Request) -> web.Response:
-    """GET /model_info, and /get_model_info as it was called."""
+    """GET /model_info, and /get_model_info, its former name."""
     service = request.app[SERVICE]
     name, architecture = service.config.model_names[0], service.config.architecture
     return json_response(
@@ -96,7 +96,7 @@ async def model_info(request: web.Request) -> web.Response:
 
 
 async def loads(request: web.Request) -> web.Response:
-    """GET /v1/loads. The core section; there are no others."""
+    """GET /v1/loads: the core section, which is the only one."""
     service = request.app[SERVICE]
     status, figures = service.engine.status(), service.metrics.figures()
     used, total = status.total_pages - status.free_pages, status.total_pages

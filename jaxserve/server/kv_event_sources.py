@@ -1,4 +1,4 @@
-"""GET /kv_event_sources: where a router reads which pages are cached, in vLLM's shape."""
+"""GET /kv_event_sources: the endpoints of KV cache events for routers, in vLLM's format."""
 
 from __future__ import annotations
 

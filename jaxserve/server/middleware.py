@@ -1,4 +1,4 @@
-"""What happens around every handler: errors in one shape, request ids."""
+"""Middleware around every handler: one error format, and request ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 ANTHROPIC_ID_HEADER = "request-id"
 REQUEST_ID = web.RequestKey("request_id", str)
 _BEGUN = web.RequestKey("begun", bool)
-"""Where a request keeps that its answer has begun."""
+"""Whether the answer of a request has begun."""
 _REJECTIONS = {
     400: "invalid",
     401: "unauthorized",
@@ -33,8 +33,9 @@ _REJECTIONS = {
 
 @web.middleware
 async def error_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every error raised by a handler or by the router into the one shape. Once an answer has
-    begun there is no other: its connection is closed, so that it is not taken for whole."""
+    """Turns every error of a handler or the router into our error format. After an answer has
+    begun, it closes the connection instead, so that the client does not take the answer for
+    complete."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -48,9 +49,9 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
             raise
         return _http_error(request, error)
     except ConnectionError:
-        raise  # the client is gone; aiohttp ends the connection
+        raise  # the client has disconnected; aiohttp closes the connection
     except Exception:
-        # As it was sent: percent-encoded, so that a path cannot write lines of its own.
+        # The path as it was sent, percent-encoded, so that it cannot forge log lines.
         path, fields = request.rel_url.raw_path, {"request_id": request_id(request)}
         log.exception("%s %s failed", request.method, path, extra={"fields": fields})
         return _response(request, internal_error())
@@ -59,7 +60,8 @@ async def error_shape(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 def _response(request: web.Request, error: ApiError) -> web.Response:
-    """ConnectionError: the answer has begun; the connection is closed."""
+    """Makes the response of an error. Raises ConnectionError if the answer has begun; this closes
+    the connection."""
     if not request.get(_BEGUN):
         return shaped(error, request.path, request.app[SERVICE].config)
     if request.transport is not None:
@@ -68,7 +70,7 @@ def _response(request: web.Request, error: ApiError) -> web.Response:
 
 
 def shaped(error: ApiError, path: str, config: ServerConfig) -> web.Response:
-    """Makes the response of an error, in Anthropic's shape on its routes."""
+    """Makes the response of an error, in Anthropic's format on Anthropic's routes."""
     return error.response(anthropic_body(error) if _is_anthropics(path, config) else None)
 
 
@@ -107,7 +109,7 @@ def as_api_error(
 
 
 def _meant(request: web.Request, root_path: str) -> str | None:
-    """The route of a client whose base URL has /v1 too often, or not at all."""
+    """Returns the route that was meant, if the base URL has one /v1 too many or too few."""
     path = request.path.removeprefix(root_path)
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")
@@ -118,8 +120,8 @@ def _meant(request: web.Request, root_path: str) -> str | None:
 
 
 class ClientErrorFilter(logging.Filter):
-    """For aiohttp's logger: what no client may send, and that one has left while it was written to,
-    are no errors of the server."""
+    """Filter for aiohttp's logger. Invalid requests, and clients that disconnect during an answer,
+    are not errors of the server."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -132,36 +134,38 @@ class ClientErrorFilter(logging.Filter):
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """A signal handler, so that streams and errors of the router have the header, too."""
+    """Adds the id. It is a signal handler, so that streams and router errors also get the
+    header."""
     request[_BEGUN] = True
     response.headers[REQUEST_ID_HEADER] = request_id(request)
     if _is_anthropics(request.path, request.app[SERVICE].config):
         response.headers[ANTHROPIC_ID_HEADER] = request_id(request)
-    response.headers[hdrs.SERVER] = "jaxserve"  # and not the versions of Python and aiohttp
+    response.headers[hdrs.SERVER] = "jaxserve"  # hides the versions of Python and aiohttp
 
 
 async def close_when_draining(request: web.Request, response: web.StreamResponse) -> None:
-    """Closes connections while the server drains: clients and balancers must not reuse them."""
+    """Closes connections while the server drains, so that clients and balancers do not reuse
+    them."""
     if request.app[SERVICE].engine.status().phase == "draining":
         response.force_close()
         response.headers[hdrs.CONNECTION] = "close"
 
 
 def request_id(request: web.Request) -> str:
-    """Returns the client's request id, from the header or else the body, or a new one."""
+    """Returns the request id from the header or the body, or a new one."""
     if REQUEST_ID not in request:
         request[REQUEST_ID] = _id_of_header(request) or uuid.uuid4().hex
     return request[REQUEST_ID]
 
 
 def take_request_id(request: web.Request, of_body: str | None) -> None:
-    """Takes the body's request id. A header, which a proxy may set, goes before it, as in vLLM."""
+    """Stores the request id of the body. A header, which a proxy may set, wins, as in vLLM."""
     if of_body is not None:
         request[REQUEST_ID] = _id_of_header(request) or of_body
 
 
 def _id_of_header(request: web.Request) -> str | None:
-    """None: there is none of printable ASCII and of reasonable length."""
+    """Returns the id in the header; None unless it is printable ASCII of reasonable length."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     usable = 0 < len(given) <= MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable()
     return given if usable else None

@@ -1,4 +1,4 @@
-"""Work on large requests, in threads: other requests' tokens must not wait for it."""
+"""Runs work on large requests in threads, so that other requests' tokens do not wait for it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from functools import partial
 from weakref import WeakSet
 
 INLINE_BYTES = 8 * 1024
-"""Of a body from which a prompt is made. 8 KiB take about 1.5 ms, a hop to a thread 0.1 ms."""
+"""Prompts of bodies up to this size are made on the event loop. 8 KiB take about 1.5 ms; a hop to a
+thread takes 0.1 ms."""
 PARSED_INLINE_BYTES = 64 * 1024
-"""Of a body that is only parsed: 0.5 ms, and at the worst some 20."""
+"""Bodies up to this size are parsed on the event loop. That takes 0.5 ms, in the worst case about
+20."""
 HUGE_BYTES = 1024 * 1024
-"""A body from which on requests wait for each other and for no one else."""
+"""From this size on, bodies are processed one at a time."""
 MAX_THREADS = 4
-"""Most of the work holds Python's lock: it is not done sooner by more threads, and for each of them
-the engine's waits a millisecond longer whenever it takes the lock back."""
+"""Most of the work holds Python's lock, so more threads do not finish it sooner. Each further
+thread delays the engine thread by a millisecond whenever it takes the lock back."""
 
 
 class Lane(IntEnum):
-    """Where work is done."""
+    """Where work runs."""
 
     INLINE = 0
     """At once, on the event loop."""
     LARGE = 1
     HUGE = 2
-    """One at a time."""
+    """In a thread, one at a time."""
 
 
 _threads = {
@@ -40,25 +42,25 @@ _threads = {
 _job = threading.local()
 
 GIVE_BACK_SECONDS = 5.0
-"""After huge work, and so between two times at least."""
+"""Seconds from huge work to the return of its memory, and so at least between two returns."""
 _to_give_back: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-"""Loops on which memory is given back soon."""
+"""Event loops for which a return of memory is scheduled."""
 
 
 class Abandoned(Exception):
-    """Nobody waits for the work any more."""
+    """No request waits for the work any more."""
 
 
 def lane(size: int, inline: int = INLINE_BYTES) -> Lane:
-    """Returns where work on a body of so many bytes is done."""
+    """Returns where to run work on a body of `size` bytes."""
     if size <= inline:
         return Lane.INLINE
     return Lane.LARGE if size < HUGE_BYTES else Lane.HUGE
 
 
 def check_wanted() -> None:
-    """Ends long work early; the work calls this now and then. Raises Abandoned if its request is
-    over."""
+    """Ends long work early: raises Abandoned if its request is over. Long work calls this
+    periodically."""
     abandoned: threading.Event | None = getattr(_job, "abandoned", None)
     if abandoned is not None and abandoned.is_set():
         raise Abandoned
@@ -67,8 +69,8 @@ def check_wanted() -> None:
 async def off_loop[**P, T](
     where: Lane, work: Callable[P, T], *args: P.args, **named: P.kwargs
 ) -> T:
-    """Returns `work(*args)`, computed in a thread if it is long. When the request is cancelled,
-    work that has not begun never does, and work that has ends at its next `check_wanted`."""
+    """Returns `work(*args)`, computed in a thread if it is long. If the request is cancelled, work
+    that has not begun never does, and running work ends at its next `check_wanted`."""
     if where == Lane.INLINE:
         return work(*args, **named)
     abandoned = threading.Event()
@@ -84,10 +86,10 @@ async def off_loop[**P, T](
 
 
 def _give_back(loop: asyncio.AbstractEventLoop) -> None:
-    """Freed memory to the system, in a thread. What is between things in use the C library keeps:
-    after a few bodies of 16 MB these are 200 MB."""
+    """Returns freed memory to the system, in a thread. The C library keeps memory that lies between
+    pieces in use: 200 MB after a few bodies of 16 MB."""
     _to_give_back.discard(loop)
-    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+    with contextlib.suppress(AttributeError, OSError):  # not glibc
         _threads[Lane.HUGE].submit(ctypes.CDLL(None).malloc_trim, 0)
 
 

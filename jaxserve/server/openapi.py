@@ -1,4 +1,4 @@
-"""GET /openapi.json: made of the very types that decode requests, and of the shapes of answers."""
+"""GET /openapi.json: built from the types that decode requests and those of the answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ type Json = dict[str, Any]
 
 _ERRORS = {
     400: "The request is not valid; the error names the field",
-    401: "An API key is needed, or this is none of the server's",
-    403: "The key is not one of an administrator",
-    404: "No such model or response",
+    401: "The API key is missing or not valid",
+    403: "The route needs an administrator's key",
+    404: "The model or response does not exist",
     405: "The route does not take this method",
-    408: "The body came too slowly",
+    408: "The body arrived too slowly",
     413: "The body is too large",
     415: "The body is not JSON",
     429: "The queue is full",
@@ -56,23 +56,23 @@ class Operation(NamedTuple):
 
     summary: str
     answer: type[msgspec.Struct] | None
-    """None: of no fixed shape."""
+    """None: the answer has no fixed format."""
     bodies: tuple[type[msgspec.Struct], ...] = ()
-    """Any of them may be sent."""
+    """Types of the body; the client may send any of them."""
     many: bool = False
-    """The answer is a list of them."""
+    """Whether the answer is a list."""
     streams: bool = False
     errors: tuple[int, ...] = (405,)
     error: type[msgspec.Struct] = shapes.Error
     rejected: Mapping[str, Harmless] = MappingProxyType({})
     media: str = "application/json"
     unhealthy: bool = False
-    """Whether the same answer may come with 503."""
+    """Whether the same answer can also come with status 503."""
     query: Mapping[str, str] = MappingProxyType({})
-    """Parameters that the URL may have, and what they do."""
+    """Optional query parameters and their effects."""
 
 
-_DEEP = "1: a server that serves has to make a token"
+_DEEP = "1: a serving engine must generate a token"
 _PROMPT = (400, 404, 405, 408, 413, 415)
 _GENERATION = (*_PROMPT, 429, 500, 503, 504)
 
@@ -117,23 +117,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         rejected=responses.REJECTED,
     ),
     ("get", "/v1/responses/{response_id}"): Operation(
-        "A response that is kept", shapes.Response, errors=(400, 404, 405)
+        "A stored response", shapes.Response, errors=(400, 404, 405)
     ),
     ("delete", "/v1/responses/{response_id}"): Operation(
-        "Forget a response", shapes.DeletedResponse, errors=(404, 405)
+        "Delete a stored response", shapes.DeletedResponse, errors=(404, 405)
     ),
     ("get", "/v1/responses/{response_id}/input_items"): Operation(
-        "What a response answers",
+        "The input items of a response",
         shapes.InputItems,
         errors=(400, 404, 405),
         query={
-            "limit": "1 to 100 items, 20 without it",
-            "order": "asc: the first one first",
-            "after": "the id of the item before the first one",
+            "limit": "number of items, 1 to 100; default 20",
+            "order": "asc: oldest item first",
+            "after": "an item id; the list starts after that item",
         },
     ),
     ("post", "/v1/messages"): Operation(
-        "Answer a chat in Anthropic's shape",
+        "Answer a chat in Anthropic's format",
         shapes.AnthropicMessage,
         (messages.MessagesRequest,),
         streams=True,
@@ -142,7 +142,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         rejected=messages.REJECTED,
     ),
     ("post", "/v1/messages/count_tokens"): Operation(
-        "Count the tokens of a chat in Anthropic's shape",
+        "Count the tokens of a chat in Anthropic's format",
         shapes.CountedTokens,
         (messages.CountTokensRequest,),
         errors=_PROMPT,
@@ -170,7 +170,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         rejected=REJECTED,
     ),
     ("get", "/v1/models"): Operation("The served names", shapes.ModelList),
-    ("get", "/v1/models/{model}"): Operation("One of them", shapes.Model, errors=(404, 405)),
+    ("get", "/v1/models/{model}"): Operation("One served name", shapes.Model, errors=(404, 405)),
     ("get", "/health"): Operation(
         "Whether requests are served now; with --health-means live whether the engine is alive",
         shapes.Health,
@@ -183,16 +183,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/ready"): Operation(
         "Whether requests are served now", shapes.Readiness, unhealthy=True
     ),
-    ("get", "/server_info"): Operation("Model and limits, as SGLang says it", info.ServerInfo),
+    ("get", "/server_info"): Operation("Model and limits, in SGLang's format", info.ServerInfo),
     ("get", "/get_server_info"): Operation("The same", info.ServerInfo),
-    ("get", "/model_info"): Operation("The model, as SGLang says it", info.ModelInfo),
+    ("get", "/model_info"): Operation("The model, in SGLang's format", info.ModelInfo),
     ("get", "/get_model_info"): Operation("The same", info.ModelInfo),
-    ("get", "/v1/loads"): Operation("Sequences and tokens, as SGLang says it", info.Loads),
+    ("get", "/v1/loads"): Operation("Sequences and tokens, in SGLang's format", info.Loads),
     ("get", "/load"): Operation("Sequences and pages in use", shapes.Load),
-    ("post", "/reset_prefix_cache"): Operation(
-        "Forget the prefixes computed so far", None, errors=(405, 503)
-    ),
-    ("get", "/v1/weights"): Operation("Which weights are served", weights.ServedWeights),
+    ("post", "/reset_prefix_cache"): Operation("Empty the prefix cache", None, errors=(405, 503)),
+    ("get", "/v1/weights"): Operation("The served weights", weights.ServedWeights),
     ("post", "/v1/weights"): Operation(
         "Serve with other weights of the same shapes",
         weights.ChangedWeights,
@@ -200,13 +198,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=(*_PROMPT, 503),
     ),
     ("post", "/pause"): Operation(
-        "Run no steps",
+        "Pause the engine",
         weights.Paused,
         errors=(400, 405, 503),
-        query={"mode": "keep: what runs stays as it is; wait: it ends first"},
+        query={"mode": "keep: running requests stay as they are; wait: they end first"},
     ),
-    ("post", "/resume"): Operation("Run steps again", weights.Paused, errors=(400, 405, 503)),
-    ("get", "/is_paused"): Operation("Whether steps run", weights.Paused),
+    ("post", "/resume"): Operation("Resume the engine", weights.Paused, errors=(400, 405, 503)),
+    ("get", "/is_paused"): Operation("Whether the engine is paused", weights.Paused),
     ("post", "/sleep"): Operation(
         "Pause and free the KV cache",
         weights.Sleeping,
@@ -214,7 +212,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         query={"level": "1 keeps the weights, 2 drops them"},
     ),
     ("post", "/wake_up"): Operation("Undo sleep", weights.Sleeping, errors=(400, 405, 503)),
-    ("get", "/is_sleeping"): Operation("Whether it sleeps", weights.Sleeping),
+    ("get", "/is_sleeping"): Operation("Whether the engine sleeps", weights.Sleeping),
     ("get", "/kv_event_sources"): Operation("Where KV cache events are published", None),
     ("get", "/version"): Operation("The version", shapes.Version),
     ("get", "/metrics"): Operation(
@@ -223,13 +221,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         media="text/plain",
         query={"name[]": "only the families of these names"},
     ),
-    ("get", "/metrics/routing"): Operation("What routers read of it", None, media="text/plain"),
+    ("get", "/metrics/routing"): Operation(
+        "The metrics that routers read", None, media="text/plain"
+    ),
     ("get", "/openapi.json"): Operation("This document", None),
 }
 
 
 def document(config: ServerConfig) -> bytes:
-    """The OpenAPI 3.1 description of a server with this configuration, encoded."""
+    """Returns the OpenAPI 3.1 description of a server with this configuration, encoded."""
     operations = {
         (method, path): operation
         for (method, path), operation in OPERATIONS.items()
@@ -265,7 +265,8 @@ def _types(operation: Operation) -> tuple[type[msgspec.Struct], ...]:
 def _complete(
     properties: Json, rejected: Mapping[str, Harmless], model_names: tuple[str, ...]
 ) -> None:
-    """What the types do not say: the served names, and fields with few values that are taken."""
+    """Adds facts that the types do not have: the served names, and the values of restricted
+    fields."""
     if "model" in properties:
         optional = "anyOf" in properties["model"]
         properties["model"] = {"enum": [*model_names, *([None] if optional else [])]}
@@ -311,7 +312,7 @@ def _responses(operation: Operation, refusals: tuple[int, ...]) -> Json:
         content["text/event-stream"] = _STREAM
     answers: Json = {"200": {"description": "OK", "content": content}}
     if operation.unhealthy:
-        answers["503"] = {"description": "Not well, or not ready", "content": content}
+        answers["503"] = {"description": "Not healthy, or not ready", "content": content}
     error: Json = {"application/json": {"schema": _reference(operation.error)}}
     for status in (*operation.errors, *refusals):
         answers[str(status)] = {"description": _ERRORS[status], "content": error}

@@ -1,4 +1,4 @@
-"""What operators ask: load, version, models, the description of the API."""
+"""Routes for operators: load, version, models, the API description."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve.server.shapes import (
 )
 
 ANTHROPIC_VERSION = "anthropic-version"
-"""A header that Anthropic's clients send: models are told of in Anthropic's shape then."""
+"""A header of Anthropic's clients. With it, models are listed in Anthropic's format."""
 
 
 async def load(request: web.Request) -> web.Response:
@@ -59,7 +59,7 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """GET /v1/models, in OpenAI's or Anthropic's shape."""
+    """GET /v1/models, in OpenAI's or Anthropic's format."""
     service = request.app[SERVICE]
     if ANTHROPIC_VERSION in request.headers:
         return json_response(_anthropic_models(service))
@@ -76,7 +76,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
 
 
 async def embeddings(request: web.Request) -> web.Response:
-    """POST /v1/embeddings: refused, because the model generates text.
+    """POST /v1/embeddings: always refused, because the models generate text.
 
     Raises:
       ApiError: always; 404.

@@ -1,4 +1,4 @@
-"""Whether the engine still makes tokens: `/health?deep=1` has it make one."""
+"""A deep health check: `/health?deep=1` makes the engine generate a token."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from contextlib import aclosing
 from jaxserve.api import Engine, EngineFailed, FinishReason, Overloaded, Request, SamplingParams
 
 PATIENCE = 5.0
-"""Seconds that whoever asks waits for the token."""
+"""Seconds that a caller waits for the token."""
 
 
 class Probe:
-    """Generates at most one token at a time, however many ask: the route needs no key."""
+    """Generates at most one token at a time, however many callers ask, because the route needs no
+    key."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._running: asyncio.Task[float | None] | None = None
 
     async def seconds(self) -> float | None:
-        """How long a token takes now. None: longer than PATIENCE, or the queue is full; a server
-        that has much to do must not be restarted for it.
+        """Returns the seconds that a token takes now. None if it takes longer than PATIENCE or the
+        queue is full: a busy server must not be restarted.
 
-        Raises EngineFailed where none can be made.
+        Raises EngineFailed if no token can be generated.
         """
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())

@@ -1,4 +1,4 @@
-"""How one generation is answered: as a stream of events or as one JSON body."""
+"""Answers with one generation: as a stream of events or as one JSON body."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from jaxserve.server.time_limit import read_timeout, time_limit
 IGNORED_HEADER = "x-jaxserve-ignored-params"
 MAX_IGNORED_SHOWN = 32
 INLINE_ENTRIES = 2048
-"""Tokens and logprobs of an answer that is put together on the event loop: 2 to 4 ms."""
+"""Answers of up to this many tokens and logprobs are built on the event loop: 2 to 4 ms."""
 GENERATION = web.RequestKey("generation", Generation)
-"""Where a request keeps its Generation, for the log."""
+"""The Generation of a request, for the log."""
 
 
 class Reply(Events, Protocol):
-    """One API's way to put deltas into words."""
+    """The interface by which an API formats deltas."""
 
     def collect(self, delta: Delta) -> None:
-        """Keep a delta for `body`."""
+        """Keeps a delta for `body`."""
         ...
 
     def body(self) -> dict[str, Any]:
-        """Returns the body of an answer that is not streamed, once all deltas are collected."""
+        """Returns the body of an answer that is not streamed. Call it after all deltas are
+        collected."""
         ...
 
 
@@ -47,10 +48,10 @@ async def answer(
     stream: bool,
     ignored: tuple[str, ...],
 ) -> web.StreamResponse:
-    """Submits the generation and answers with it: as a stream, or as one body when it has ended.
+    """Submits the generation and answers with it: as a stream, or as one body at its end.
 
-    `ignored`: fields that nothing knows, for a header. Raises ApiError as long as nothing was sent;
-    later failures are events of the stream.
+    `ignored`: fields that no code knows, for a header. Raises ApiError only before anything was
+      sent. Later failures are events of the stream.
     """
     service = arrival.service
     headers = ignored_header(service, (*ignored, *generation.ignored))
@@ -85,7 +86,7 @@ def _encoded(reply: Reply) -> msgspec.Raw:
 
 
 def ignored_header(service: Service, ignored: tuple[str, ...]) -> dict[str, str]:
-    """Counts the fields that had no effect and returns the header that names them, if any."""
+    """Counts the ignored fields and returns the header that names them, if there are any."""
     for name in ignored:
         service.metrics.parameter_ignored(name[:100])
     shown = [name[:100] for name in ignored if name.isascii() and name.isprintable()]

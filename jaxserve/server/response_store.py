@@ -1,4 +1,4 @@
-"""Responses that are kept for a while, in memory: those that later requests name by their ids."""
+"""Stores responses in memory for a while, so that later requests can refer to them by id."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ENTRY_BYTES = 1024
-"""What an entry takes beside its texts, about."""
+"""Approximate bytes of an entry besides its texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One response, and the conversation up to it, as JSON."""
+    """One response and the conversation before it, as JSON."""
 
     response: bytes
     input: Sequence[bytes]
-    """Items of the requests that led to it, and of the responses between them."""
+    """Items of the earlier requests, and of the responses between them."""
     output: Sequence[bytes]
 
     @cached_property
     def size(self) -> int:
-        """Bytes that the response takes in memory, about."""
+        """Approximate bytes that the response takes in memory."""
         items = [*self.input, *self.output]
         return ENTRY_BYTES + len(self.response) + sum(map(len, items)) + 64 * len(items)
 
 
 class ResponseStore:
-    """Keeps at most so many bytes. When full, it drops the least recently used response of the
-    tenant that has most. A tenant sees only its own responses. Thread-safe."""
+    """Keeps up to a number of bytes. When full, it drops the least recently used response of the
+    tenant that uses the most. A tenant sees only its own responses. Thread-safe."""
 
     def __init__(self, most_bytes: int):
-        """0: nothing is kept."""
+        """`most_bytes`: the limit; 0: nothing is stored."""
         self.most_bytes = most_bytes
         self._lock = threading.Lock()
         self._tenants: dict[str, OrderedDict[str, Stored]] = {}
@@ -48,7 +48,7 @@ class ResponseStore:
         return sum(self._sizes.values())
 
     def put(self, tenant: str, response_id: str, stored: Stored) -> None:
-        """Keeps a response, unless it is larger than all the room."""
+        """Stores a response, unless it alone exceeds the limit."""
         if stored.size > self.most_bytes:
             return
         with self._lock:
@@ -67,7 +67,7 @@ class ResponseStore:
             return stored
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forgets a response, and says whether it was there."""
+        """Deletes a response. Returns whether it existed."""
         with self._lock:
             there = response_id in self._tenants.get(tenant, {})
             if there:

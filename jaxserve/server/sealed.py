@@ -1,4 +1,4 @@
-"""Thoughts that clients keep and send back without reading or changing them."""
+"""Encrypted reasoning: clients store it and send it back, but cannot read or change it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class Sealer:
-    """Seals texts with the first key, opens those of any."""
+    """Encrypts texts with the first key, and decrypts texts of any of its keys."""
 
     def __init__(self, keys: Sequence[str] = ()):
-        """`keys`: long random texts. Without any there is one of this start, for texts of this
-        start."""
+        """`keys`: long random texts. Without keys it makes one that is valid until the server
+        stops."""
         self._keys = keys or (secrets.token_hex(32),)
 
     def seal(self, text: str, tenant: str) -> str:
         return self._fernet.encrypt(msgspec.json.encode((tenant, text))).decode()
 
     def open(self, sealed: str, tenant: str) -> str | None:
-        """Returns the text; None: it was sealed for another tenant or with another key, or
-        changed."""
+        """Returns the text. None if it was encrypted for another tenant or with an unknown key, or
+        was changed."""
         from cryptography.fernet import InvalidToken
 
         try:
@@ -40,7 +40,7 @@ class Sealer:
 
     @cached_property
     def _fernet(self) -> MultiFernet:
-        # Not at the start of every server: it takes 25 ms and 10 MB.
+        # Imported here: the import takes 25 ms and 10 MB, and most servers do not need it.
         from cryptography.fernet import Fernet, MultiFernet
 
         digests = [hashlib.sha256(key.encode()).digest() for key in self._keys]

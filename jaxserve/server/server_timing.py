@@ -1,4 +1,4 @@
-"""The header that says where the time to the first token went."""
+"""The header `Server-Timing`: the parts of the time to first token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxserve.server.output.generation import Choice, Generation
 
 
 def server_timing(arrival: Arrival, generation: Generation, choice: Choice) -> dict[str, str]:
-    """Returns the header `Server-Timing`: where the time to the first token went."""
+    """Returns the header `Server-Timing` with the parts of the time to first token."""
     start = choice.start
     if start is None:
         return {}

@@ -1,4 +1,4 @@
-"""What every handler works with, kept in the application under one typed key."""
+"""The objects that all handlers share, stored in the application under one typed key."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Connected(Protocol):
 
     @property
     def answering(self) -> bool:
-        """A request has come on it whose answer has not gone out whole."""
+        """Whether a request has arrived whose answer is not completely sent."""
         ...
 
 
 class Chats(NamedTuple):
-    """How chats become prompts, and how their outputs are read."""
+    """Turns chats into prompts and parses their outputs."""
 
     template: ChatTemplate | None
     """None: the model has no chat template."""
@@ -42,7 +42,7 @@ class Chats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What all handlers share: engine, tokenizer, limits, configuration, metrics."""
+    """The objects that all handlers share: engine, tokenizer, limits, configuration, metrics."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -59,10 +59,10 @@ class Service:
     started: int
     """Unix time, shown as the models' creation time."""
     connections: set[Connected] = field(default_factory=set["Connected"])
-    """Those that are open."""
+    """The open connections."""
 
     def check_accepting(self) -> None:
-        """Refuses requests while the server loads, drains or is dead. Raises ApiError (503)."""
+        """Raises ApiError (503) while the server loads, drains or has failed."""
         status = self.engine.status()
         if status.phase == "failed":
             raise ApiError(
@@ -74,7 +74,8 @@ class Service:
             )
 
     def model_name(self, asked: str | None) -> str:
-        """Returns the name to report. ApiError (404): the model is not served here."""
+        """Returns the model name to report. Raises ApiError (404) if the model is not served
+        here."""
         if asked is None:
             return self.config.model_names[0]
         if asked not in self.config.model_names:

@@ -1,7 +1,8 @@
-"""The bodies of answers: what the small ones are made of, and what /openapi.json says of all.
+"""Types of response bodies. Small bodies are built from them, and /openapi.json describes all of
+them.
 
-Chats, completions and their likes are put together chunk by chunk as plain objects, in the modules
-that know how; tests hold them to the types here.
+Chats, completions and similar bodies are built chunk by chunk as plain objects in their own
+modules. Tests check those against the types here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Error(Shape):
 
 
 class ModelPermission(Shape):
-    """As vLLM has it: every model may be sampled, and nothing else. OpenAI no longer has it."""
+    """vLLM's format: every model may be sampled and nothing else. OpenAI has dropped it."""
 
     id: str
     created: int
@@ -109,7 +110,7 @@ class PromptLogprob(Shape):
 
 
 type PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, in vLLM's shape; of the first token null."""
+"""By token id, in vLLM's format; null for the first token."""
 
 
 type UsedTier = Literal["default", "flex", "priority", "fast"]
@@ -146,7 +147,7 @@ class CalledCustomTool(Shape):
 
 
 class CalledTool(Shape):
-    """Of a function, or of a custom tool."""
+    """A call of a function or of a custom tool."""
 
     id: str
     type: Literal["function", "custom"]
@@ -235,7 +236,7 @@ class Version(Shape):
 
 
 class RenderedParams(Shape):
-    """How a request would be sampled, in vLLM's words."""
+    """The sampling parameters of a request, by vLLM's names."""
 
     n: int
     max_tokens: int
@@ -256,12 +257,12 @@ class RenderedParams(Shape):
 
 
 class Rendered(Shape):
-    """A prompt as token ids, in the shape of vLLM's requests to generate from tokens."""
+    """A prompt as token ids, in the format of vLLM's requests to generate from tokens."""
 
     request_id: str
     token_ids: list[int]
     features: None
-    """Of images and sounds."""
+    """Features of images and sounds; always null."""
     sampling_params: RenderedParams
     model: str
     stream: bool

@@ -1,4 +1,4 @@
-"""Server-sent events: exact framing, late headers, keep-alive comments."""
+"""Server-sent events: exact framing, delayed headers, keep-alive comments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.server.request.schema import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 EVENT_SIZE = 512
-"""With `include_obfuscation` events are a multiple of this many bytes."""
+"""With `include_obfuscation`, the size of an event is a multiple of this many bytes."""
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -38,19 +38,19 @@ def named_event(name: str, body: Any) -> bytes:
 
 
 class TextEvent:
-    """Encodes events that differ in one text only: everything around it is encoded once."""
+    """Encodes events that differ only in one text. Everything else is encoded once."""
 
     def __init__(self, body_of: Callable[[str], Any]):
-        """`body_of` makes the event's body for a text, which may stand in it several times."""
+        """`body_of` makes the event's body for a text. The text may occur in it several times."""
         self._around = data_event(body_of(_MARK)).split(_encode(_MARK))
 
     def __call__(self, text: str) -> bytes:
-        """`data_event(body_of(text))`."""
+        """Returns `data_event(body_of(text))`."""
         return _encode(text).join(self._around)
 
 
 def event_encoder(options: StreamOptions) -> Callable[[dict[str, Any]], bytes]:
-    """Returns what makes events of bodies, padded if the options ask for it."""
+    """Returns an encoder of event bodies. It pads them if the options ask for it."""
     return _obfuscated_event if options.include_obfuscation else data_event
 
 
@@ -59,17 +59,16 @@ def _obfuscated_event(body: dict[str, Any]) -> bytes:
 
 
 def padded(body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the body with a field of padding, so that the event's size says nothing about its
-    text."""
+    """Returns the body with a padding field, so that the event's size does not reveal its text."""
     missing = -len(data_event({**body, "obfuscation": ""})) % EVENT_SIZE
     return {**body, "obfuscation": secrets.token_urlsafe(missing)[:missing]}
 
 
 class EventStream:
-    """A response that starts with its first event, so that an early failure keeps its status.
+    """A response that begins with its first event, so that an early failure can set the status.
 
-    When nothing was sent for `keep_alive_interval` seconds it sends a comment, starting the
-    response if need be: proxies cut streams that are silent for long.
+    After `keep_alive_interval` silent seconds it sends a comment, which may begin the response,
+    because proxies close streams that are silent for long.
     """
 
     def __init__(
@@ -77,9 +76,9 @@ class EventStream:
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS | headers)
         self.started = False
-        """The response has begun, if only with a comment."""
+        """Whether the response has begun, perhaps only with a comment."""
         self.silent = True
-        """Nothing was sent but comments; whoever sends more says so."""
+        """Whether only comments were sent. Whoever sends anything else clears it."""
         self._request = request
         self._starting = asyncio.Lock()
         self._interval = keep_alive_interval
@@ -88,7 +87,7 @@ class EventStream:
         self._keep_alive: asyncio.Task[None] | None = None
 
     async def send(self, events: bytes) -> None:
-        """One write to the socket."""
+        """Sends events with one write to the socket."""
         if not self.started:
             async with self._starting:
                 if not self.started:
@@ -113,7 +112,7 @@ class EventStream:
             await self.response.write_eof()
 
     async def _send_keep_alives(self) -> None:
-        # It looks at the clock now and then: a timer restarted by every token would cost more.
+        # Polls the clock: a timer that every token restarts would cost more.
         while True:
             silent = self._loop.time() - self._last_sent
             if silent < self._interval:
@@ -122,4 +121,4 @@ class EventStream:
             try:
                 await self.send(KEEP_ALIVE)
             except ConnectionError:
-                return  # the handler learns of it by being cancelled
+                return  # the handler is cancelled, which tells it

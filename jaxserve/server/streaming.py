@@ -1,4 +1,4 @@
-"""An answer as a stream of events."""
+"""Streams an answer as server-sent events."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from jaxserve.server.time_limit import time_limit
 log = logging.getLogger(__name__)
 
 WEIGHTS_HEADER = "x-jaxserve-weights"
-"""Of answers: the version of the weights that computed them; several after a change on the way.
-Also a comment before a stream's last events, if a change came after its header."""
+"""Response header with the version of the weights that computed the answer; several versions after
+a change during the answer. If the change came after the headers, a comment before the last events
+of a stream has it."""
 
 
 class Events(Protocol):
-    """One API's way to put deltas into events."""
+    """The interface by which an API formats deltas as events."""
 
     def events(self, delta: Delta) -> bytes:
-        """Events of one step; empty if there is nothing to say yet."""
+        """Returns the events of one step; empty if there is nothing to send yet."""
         ...
 
     def last_events(self) -> bytes:
-        """Events after the last delta."""
+        """Returns the events after the last delta."""
         ...
 
     def error_events(self, error: ApiError) -> bytes:
-        """Events that end a stream with this error."""
+        """Returns the events that end a stream with this error."""
         ...
 
 
@@ -48,8 +49,8 @@ async def streamed(
     reply: Events,
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Writes the events of a generation. An error before the first event is raised; a later one is
-    an event of the stream."""
+    """Writes the events of a generation. Raises an error before the first event. Sends a later one
+    as an event of the stream."""
     service = arrival.service
     async with EventStream(arrival.request, headers, service.config.keep_alive_interval) as stream:
 
@@ -76,22 +77,22 @@ async def streamed(
                 raise
             await end(reply.error_events(api_error(service, error)))
         except ConnectionError:
-            raise  # nobody is left to be told
+            raise  # the client has disconnected
         except Exception:
             if not stream.started:
                 raise
-            log.exception("an answer that had begun failed: %s", arrival.id)
+            log.exception("an answer failed after it had begun: %s", arrival.id)
             await end(reply.error_events(internal_error()))
     return stream.response
 
 
 def named(versions: set[int]) -> str:
-    """Returns versions of the weights as the header has them."""
+    """Returns the value of the header for these versions of the weights."""
     return ",".join(map(str, sorted(versions)))
 
 
 def _later_weights(stream: EventStream, generation: Generation) -> bytes:
-    """Returns a comment that names the versions of the weights, if the header named others."""
+    """Returns a comment with the versions of the weights if they differ from the header's."""
     names = named(generation.weights)
     if not stream.started or not names or stream.response.headers.get(WEIGHTS_HEADER) == names:
         return b""

@@ -1,4 +1,4 @@
-"""Whose request it is: what is shared fairly, or kept apart, is so by API key."""
+"""The tenant of a request: an API key. Fair sharing and isolation are between tenants."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hashlib import sha256
 from aiohttp import web
 
 KEY_NAME = web.RequestKey("key_name", str)
-"""Where a request keeps the first digits of its key's digest, for the log."""
+"""The first digits of the digest of the request's key, for the log."""
 
 FLOW_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
-"""Where llm-d's gateway says whose request it is, also as its older versions spell it."""
+"""Headers in which llm-d's gateway names the tenant; the second is that of older versions."""
 NO_FLOW = "default-flow"
-"""llm-d's name for requests of nobody in particular."""
+"""llm-d's name for requests without a tenant."""
 
 CURRENT_TENANT = ContextVar("current_tenant", default="")
-"""Of the request that is being answered; without a key the address that it comes from."""
+"""The tenant of the current request; without a key, the address of the client."""
 
 _SECRET = secrets.token_bytes(32)
 
@@ -27,8 +27,8 @@ _SECRET = secrets.token_bytes(32)
 def isolated_salt(tenant: str, salt: str) -> str:
     """Returns a cache salt that no other key has.
 
-    The tenant stands in it under a name that only this process makes: hashes of pages and KV cache
-    events depend on the salt, and whoever reads those must not be able to test guesses of a key.
+    It contains the tenant under a name that only this process can compute. Page hashes and KV cache
+    events depend on the salt, and their readers must not be able to test guesses of a key.
 
     Args:
       tenant: see `tenant_of`.
@@ -39,15 +39,15 @@ def isolated_salt(tenant: str, salt: str) -> str:
 
 
 def tenant_of(request: web.Request) -> str:
-    """Returns digits that stand for the request's key, checked or not; empty without a key."""
+    """Returns digits that identify the request's key, valid or not; empty without a key."""
     headers = request.headers
     key = request.get(KEY_NAME, "") or headers.get("Authorization") or headers.get("x-api-key", "")
     return sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""
 
 
 def flow_of(headers: Mapping[str, str]) -> str | None:
-    """Returns digits that stand for whom a gateway says a request is from; None: it does not say.
-    Only a gateway that clients cannot go around may be believed."""
+    """Returns digits that identify the tenant that a gateway names; None: it names none. Trust this
+    only if clients cannot bypass the gateway."""
     flow = next((headers[name] for name in FLOW_HEADERS if name in headers), "")
     if flow in ("", NO_FLOW):
         return None

@@ -1,4 +1,4 @@
-"""How long a request may wait for its first token, and take in all."""
+"""Time limits of a request: for its first token, and for the whole answer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.service import Service
 
 READ_TIMEOUT_HEADER = "x-stainless-read-timeout"
-"""OpenAI's and Anthropic's clients send it, in seconds."""
+"""A header of OpenAI's and Anthropic's clients, in seconds."""
 
 
 class Patience:
-    """How long a request may wait for its first token, and take in all."""
+    """The deadlines of a request: for its first token, and for the whole answer."""
 
     def __init__(self, waiting: float | None, ending: float | None, limit: asyncio.Timeout):
-        """Until when, in the event loop's time; `limit` is that of the sooner."""
+        """`waiting` and `ending`: deadlines by the event loop's clock. `limit`: set to the earlier
+        one."""
         self._ending, self._limit = ending, limit
         self.waits = waiting is not None and (ending is None or waiting < ending)
 
     def has_begun(self) -> None:
-        """The first token is there: from now on only the time in all counts."""
+        """Reports the first token. From now on only the deadline of the whole answer counts."""
         if self.waits:
             self.waits = False
             self._limit.reschedule(self._ending)
@@ -36,10 +37,12 @@ class Patience:
 async def time_limit(
     service: Service, arrived: float, client_waits: float | None = None
 ) -> AsyncGenerator[Patience]:
-    """Limits a request's time: 504 once it has taken as long as the configuration allows or as its
-    client waits, in seconds; 503 once it has waited too long for its first token.
+    """Limits a request's time. Raises 504 after the time that the configuration allows or the
+    client waits, and 503 if the first token takes too long.
 
-    `arrived`: when it came, by `time.perf_counter`.
+    Args:
+      arrived: time of arrival by `time.perf_counter`.
+      client_waits: seconds that the client waits; None: unknown.
 
     Raises:
       ApiError: 503 or 504, in the body of the `async with`.
@@ -68,8 +71,8 @@ async def time_limit(
 
 
 def read_timeout(request: web.Request) -> float | None:
-    """Returns the seconds that the client waits for an answer that is not streamed, if it says
-    so."""
+    """Returns the seconds that the client waits for an answer without streaming; None if it does
+    not say."""
     try:
         seconds = float(request.headers.get(READ_TIMEOUT_HEADER, "nan"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shape."""
+"""POST /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class _Messages(msgspec.Struct):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """Answers with the tokens of a text, or of the prompt that a chat would have."""
+    """Answers with the tokens of a text or of a chat's prompt."""
     service, body = service_of(request), await read_json(request)
     answer, ignored = await off_loop(lane(len(body)), _tokenized, service, body)
     return json_response(answer, headers=ignored_header(service, ignored))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """Answers with the text of tokens, markers included."""
+    """Answers with the text of tokens, special tokens included."""
     service, body = service_of(request), await read_json(request)
     answer, ignored = await off_loop(lane(len(body)), _detokenized, service, body)
     return json_response(answer, headers=ignored_header(service, ignored))
@@ -70,4 +70,4 @@ def _has_messages(body: bytes) -> bool:
     try:
         return bytes(msgspec.json.decode(body, type=_Messages).messages) not in (b"", b"null")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # `parse` says what is wrong
+        return False  # `parse` reports the error

@@ -1,4 +1,4 @@
-"""Routes of administrators that change the weights, pause the engine, or put it to sleep."""
+"""Admin routes that change the weights, pause the engine, or put it to sleep."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class WeightsRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/weights."""
 
     model: str
-    """A folder on the server, or whatever --model takes."""
+    """A folder on the server, or any other value of --model."""
     step: int | None = None
-    """Of a folder of Orbax checkpoints; the newest complete one by default."""
+    """Step of a folder of Orbax checkpoints; default: the newest complete one."""
     running: Running = Running.DRAIN
     in_place: bool = False
 
@@ -36,7 +36,7 @@ class ServedWeights(msgspec.Struct, kw_only=True):
 
 
 class ChangedWeights(msgspec.Struct, kw_only=True):
-    """What a change took."""
+    """The result of a change of weights."""
 
     version: int
     model: str
@@ -66,7 +66,7 @@ def routes(prefix: str) -> list[web.RouteDef]:
 
 
 async def show(request: web.Request) -> web.Response:
-    """Which weights are served."""
+    """GET /v1/weights: the served weights."""
     state = request.app[SERVICE].engine.weights
     return json_response(
         ServedWeights(
@@ -76,7 +76,7 @@ async def show(request: web.Request) -> web.Response:
 
 
 async def change(request: web.Request) -> web.Response:
-    """Serve with other weights of the same shapes from a step on."""
+    """POST /v1/weights: serves other weights of the same shapes from some step on."""
     service = _accepting(request)
     fields = (await read_fields(request, WeightsRequest)).fields
     wanted = WeightChange(fields.model, fields.step, fields.running, fields.in_place)
@@ -92,7 +92,8 @@ async def change(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    """Run no steps. `mode`, as vLLM's: keep (what runs stays as it is) or wait (it ends first)."""
+    """POST /pause: runs no more steps. `mode`, as in vLLM: keep (running requests stay as they are)
+    or wait (they end first)."""
     mode = _choice(request, "mode", ("keep", "wait"))
     await _refused(_accepting(request).engine.pause(finish=mode == "wait"))
     return json_response(Paused(is_paused=True))
@@ -108,7 +109,7 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """Pause and free the KV cache. `level`: 1 keeps the weights, 2 drops them."""
+    """POST /sleep: pauses and frees the KV cache. `level`: 1 keeps the weights, 2 drops them."""
     level = _choice(request, "level", ("1", "2"))
     await _refused(_accepting(request).engine.sleep(drop_weights=level == "2"))
     return json_response(Sleeping(is_sleeping=True))
@@ -120,12 +121,13 @@ async def wake_up(request: web.Request) -> web.Response:
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
-    """GET /is_sleeping, which routers ask with a client's key."""
+    """GET /is_sleeping, which routers call with a client's key."""
     return json_response(Sleeping(is_sleeping=request.app[SERVICE].engine.weights.sleeping))
 
 
 async def name_weights(request: web.Request, response: web.StreamResponse) -> None:
-    """Say which weights computed an answer, in a header; those of now if it has not begun."""
+    """Adds a header with the version of the weights: the current one if the answer has not
+    begun."""
     generation = request.get(GENERATION)
     if generation is not None:
         versions = generation.weights or {request.app[SERVICE].engine.weights.version}
@@ -139,7 +141,8 @@ def _accepting(request: web.Request) -> Service:
 
 
 async def _refused[T](doing: Awaitable[T]) -> T:
-    """What is wrong with weights or the order of calls is the caller's error."""
+    """Awaits `doing`. Turns errors about weights or the order of calls into errors of the
+    caller."""
     try:
         return await doing
     except WeightsRefused as error:
@@ -147,7 +150,7 @@ async def _refused[T](doing: Awaitable[T]) -> T:
 
 
 def _choice(request: web.Request, name: str, values: tuple[str, ...]) -> str:
-    """Returns a parameter of the query, by default the first of its values."""
+    """Returns a query parameter; default: the first of `values`."""
     found = request.query.get(name, values[0])
     if found not in values:
         raise ApiError(400, f"{name} must be one of {', '.join(values)}", param=name)

@@ -1,1 +1,1 @@
-"""Start-up: from flags to a ready server. Process settings, memory plan, programs, step times."""
+"""Start-up, from flags to a ready server: process settings, memory plan, programs, step times."""

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class OutOfDeviceMemory(ConfigError):
-    """The device has less free memory than planned, most often because other processes use it."""
+    """The device has less free memory than planned, usually because other processes use it."""
 
 
 def build_parts(
@@ -59,17 +59,18 @@ def build_parts(
     alone: bool = True,
     tiers: bool = True,
 ) -> Parts[Pending]:
-    """Load weights and programs in parallel, compile what is missing, and run every bucket once.
+    """Loads weights and programs in parallel, compiles missing programs, and runs every bucket
+    once.
 
     Args:
-      cache_events: is told what happens to cached pages.
-      tiers: take the host memory for evicted pages, if the flags ask for it.
-      alone: nothing else in the process compiles, so that whatever is compiled later is an error.
+      cache_events: gets the events of cached pages.
+      tiers: allocate host memory for evicted pages, if the flags ask for it.
+      alone: nothing else in the process compiles, so any later compilation is an error.
 
     Raises:
-      ConfigError: see `plan_engine`. Also if `--require-precompiled` is set and programs are
-        missing, and OutOfDeviceMemory.
-      CheckpointError: weights are missing, damaged or of another model.
+      ConfigError: see `plan_engine`. Also if programs are missing and `--require-precompiled` is
+        set, and OutOfDeviceMemory.
+      CheckpointError: weights are missing, damaged or belong to another model.
     """
     jax.devices()
     with timeline.span("plan"):
@@ -106,7 +107,7 @@ def build_parts(
 
         def shown(phase: str, fraction: float) -> None:
             if weights.done():
-                weights.result()  # without weights no program is of use: no other is begun
+                weights.result()  # if the weights fail, no further program is started
             both.executables(phase, fraction)
 
         with timeline.span("executables"):
@@ -164,7 +165,8 @@ def _verification(options: Options, config: RunnerConfig) -> Verification | None
 
 
 def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runner: Runner) -> None:
-    """Set the scales of a KV format that has them: computed from a text, the checkpoint's, or 1."""
+    """Sets the scales of a KV format that has them: computed from a text, the checkpoint's, or
+    1."""
     config, weights = plan.config, plan.weights
     if not config.kv_format.has_scales:
         return
@@ -178,7 +180,7 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
         checkpoint = weights.checkpoint
         if isinstance(checkpoint, QuantizedCheckpoint):
             checkpoint = checkpoint.checkpoint
-        if isinstance(checkpoint, Checkpoint):  # others have none
+        if isinstance(checkpoint, Checkpoint):  # other sources have no scales
             scales = kv_scales.stored(checkpoint, config.spec)
         if scales is not None:
             runner.use_kv_scales(scales)
@@ -192,8 +194,8 @@ def _set_kv_scales(options: Options, source: ModelSource, plan: EnginePlan, runn
 
 
 def _announce_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
-    """Log why this start takes longer than the next one."""
-    if any(each.name in lacking for each in plan.steps):  # others take no time
+    """Logs why this start takes longer than the next one."""
+    if any(each.name in lacking for each in plan.steps):  # other programs compile at once
         log.info(
             "compiling %d of %d programs; later starts load them from %s",
             *(len(lacking), len(plan.programs), plan.cache.folder),
@@ -201,7 +203,7 @@ def _announce_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
 
 
 def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
-    """Raise ConfigError for programs (name -> reason) that would have to be compiled."""
+    """Raises ConfigError for missing programs, given as name -> reason."""
     if lacking:
         near = plan.cache.differences()
         raise ConfigError(
@@ -213,8 +215,8 @@ def _refuse_missing(plan: EnginePlan, lacking: Mapping[str, str]) -> None:
 
 
 def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
-    """Call `run`. Raises OutOfDeviceMemory, with one line of text, if the device runs out of
-    memory."""
+    """Calls `run`. If the device runs out of memory, raises OutOfDeviceMemory with one line of
+    text."""
     try:
         return run()
     except jax.errors.JaxRuntimeError as error:
@@ -229,7 +231,7 @@ def _with_memory_errors[T](plan: EnginePlan, run: Callable[[], T]) -> T:
 
 
 def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metrics) -> None:
-    """Report the memory plan with the compiler's real needs, in the log and as metrics."""
+    """Logs the memory plan with the compiler's real needs, and sets its metrics."""
     config, cache = plan.config, plan.config.cache
     planned = plan.memory(runner.temp_bytes())
     planned.check()
@@ -260,8 +262,8 @@ def _report(plan: EnginePlan, runner: Runner, obtained: Obtained, metrics: Metri
 
 
 class _Both:
-    """Combined progress of weights and programs, which load in parallel. Compilation decides it if
-    anything is compiled."""
+    """Combines the progress of weights and programs, which load in parallel. If anything is
+    compiled, the progress of compilation counts alone."""
 
     def __init__(self, report: Progress):
         self._report = report
@@ -285,8 +287,8 @@ class _Both:
 
 
 def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]:
-    """Obtain the programs that copy weights. They come before the steps, so that copying starts
-    early."""
+    """Loads or compiles the programs that copy weights. They come before the steps, so that copying
+    starts early."""
     workers = len(plan.staging)
     return obtain(
         plan.staging, plan.cache, workers, lambda phase, done: None, on_missing=on_missing
@@ -294,8 +296,8 @@ def _copies(plan: EnginePlan, on_missing: OnMissing) -> Mapping[str, Executable]
 
 
 class _CompileWatch:
-    """Counts compilations by phase. A compilation while serving is a bug: it is logged, or fatal
-    with `--forbid-compiles`."""
+    """Counts compilations by phase. A compilation while serving is a bug: it is logged, or with
+    `--forbid-compiles` it fails the step."""
 
     def __init__(self, metrics: Metrics, *, forbid: bool):
         self._metrics = metrics

@@ -9,19 +9,18 @@ from jaxserve_kernels import ptxas
 
 _XLA_FLAGS = (
     # cuBLASLt reads a layer's slice of a stacked weight in place and needs no tuning per layer.
-    # XLA's own Triton products are as fast but are tuned for each slice on its own.
+    # XLA's own Triton products are as fast but are tuned for each slice separately.
     "--xla_gpu_enable_triton_gemm=false",
-    # What is found by trying algorithms out depends on what else the card does, so two starts would
-    # run different programs. The first in cuBLASLt's own order is as fast: see "Outliers" in
-    # lab/logs/decode.md.
+    # The result of autotuning depends on the load of the GPU, so two starts would run different
+    # programs. cuBLASLt's first choice is as fast: see "Outliers" in lab/logs/decode.md.
     "--xla_gpu_autotune_level=0",
-    # It counts the KV cache once per in-place write, believes that memory is short, and spends
-    # time on saving it.
+    # This pass counts the KV cache once per in-place write. It then believes that memory is short,
+    # and spends time to save it.
     "--xla_disable_hlo_passes=rematerialization",
 )
 
-# Level 3 takes half as long again to compile a step for a CPU, and its steps are no faster: see
-# "On a CPU" in lab/logs/starting.md. Programs for GPUs were measured with what XLA does.
+# At level 3 XLA compiles a step for a CPU half as long again, and the steps are no faster: see
+# "On a CPU" in lab/logs/starting.md. On GPUs, only XLA's default was measured.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 2}
 
 _NOT_IN_PROGRAMS = ("--xla_dump", "--xla_gpu_dump")
@@ -34,29 +33,29 @@ REASONING_KEY = "JAXSERVE_REASONING_KEY"
 
 
 VLLM_API_KEY = "VLLM_API_KEY"
-"""Charts for vLLM set it, and expect that nobody gets in without it."""
+"""vLLM's charts set this variable and expect that the server then requires a key."""
 
 
 def key_of_environment(variable: str) -> str | None:
-    """Returns a key from the environment; None if the variable is unset. An empty value, as left by
-    a missing secret, is no key."""
+    """Returns a key from the environment; None if the variable is unset. An empty value, which a
+    missing secret leaves, gives an empty key, not None."""
     return os.environ.get(variable)
 
 
 def prepare(gpu_memory_utilization: float) -> None:
-    """Set what is not set already: the allocator's share of the GPU, and compiler flags."""
-    # jaxlib refuses both of its names together.
+    """Sets the allocator's share of the GPU and compiler flags, unless they are set already."""
+    # jaxlib accepts only one of the variable's two names.
     former = os.environ.pop(_FORMER_NAME, "")
     if not os.environ.get(_MEMORY_SHARE):
         os.environ[_MEMORY_SHARE] = former or str(gpu_memory_utilization)
-    # It gives a step's scratch the same addresses each time, so that its graph is launched as it
-    # was recorded. With CUDA's pool (cuda_async) addresses wander, and changing a mixed step's
-    # graph takes 7 ms. XLA's own (bfc) keeps 8 bytes of host memory for every 256 of the pool:
-    # 4 GB, and 1.5 s of the start, for 126 GiB.
+    # This allocator gives a step's scratch the same addresses each time, so that its CUDA graph is
+    # launched as recorded. CUDA's pool (cuda_async) changes the addresses, and updating a mixed
+    # step's graph takes 7 ms. XLA's allocator (bfc) keeps 8 bytes of host memory for every 256
+    # of the pool: 4 GB, and 1.5 s of the start, for 126 GiB.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "vmm")
-    # Launching a step takes 2 ms of a thread; on a thread of its own the engine's has 1.6 of them.
+    # Launching a step takes 2 ms. On XLA's own thread, that saves the engine thread 1.6 ms.
     os.environ.setdefault("PJRT_GPU_ENABLE_ASYNC_DISPATCH", "1")
-    # Kernels carry their source lines otherwise, which doubles their size in every program.
+    # Without this, kernels carry their source lines, which double their size in every program.
     os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
     ptxas.put_on_path()
     given = os.environ.get("XLA_FLAGS", "")
@@ -65,8 +64,8 @@ def prepare(gpu_memory_utilization: float) -> None:
 
 
 def memory_share() -> float:
-    """Returns the allocator's share of the GPU, after `prepare`. ConfigError if the environment's
-    value is invalid."""
+    """Returns the allocator's share of the GPU, after `prepare`. Raises ConfigError if the
+    environment's value is invalid."""
     given = os.environ[_MEMORY_SHARE]
     try:
         return float(given)
@@ -83,7 +82,7 @@ def compiler_options(*, gpu: bool) -> dict[str, int]:
 
 
 def compiler_settings() -> dict[str, str]:
-    """Returns environment settings that compilers and linked libraries compile into programs."""
+    """Returns the environment settings that change the code of compiled programs."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     tells = [flag for flag in flags if not flag.startswith(_NOT_IN_PROGRAMS)]
     names = ("NVIDIA_TF32_OVERRIDE", "TRITON_DISABLE_LINE_INFO")

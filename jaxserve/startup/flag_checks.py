@@ -1,4 +1,4 @@
-"""Flags that a model or a KV format cannot follow are refused by name."""
+"""Checks flags against the model and the KV format. Errors name the flag."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxserve_kernels.kv_format import KVFormat
 
 
 def check_calibration(options: Options, kv_format: KVFormat) -> None:
-    """Raise ConfigError for calibration flags without effect, or a text that cannot be read or is
-    empty."""
+    """Raises ConfigError for calibration flags without effect, and for a text that cannot be read
+    or is empty."""
     if options.calculate_kv_scales and not kv_format.has_scales:
         raise ConfigError(
             f"--calculate-kv-scales is for --kv-cache-dtype fp8_e4m3, not for {kv_format.name}"
@@ -23,7 +23,7 @@ def check_calibration(options: Options, kv_format: KVFormat) -> None:
 
 
 def check_length(options: Options, spec: ModelSpec) -> None:
-    """Raise ConfigError if --max-model-len is beyond the model's limit."""
+    """Raises ConfigError if --max-model-len is beyond the model's limit."""
     if (options.max_model_len or 0) > spec.max_position:
         raise ConfigError(
             f"--max-model-len {options.max_model_len} is beyond the model's {spec.max_position} "
@@ -32,8 +32,8 @@ def check_length(options: Options, spec: ModelSpec) -> None:
 
 
 def check_windows(options: Options, spec: ModelSpec, kv_format: KVFormat, *, gpu: bool) -> None:
-    """Raise ConfigError if windows hide a part of the longest context and the format's kernels do
-    not know windows."""
+    """Raises ConfigError if the longest context exceeds a window and the format's kernels do not
+    support windows."""
     length = options.max_model_len or spec.max_position
     window = spec.within(length).smallest_window
     if window is not None and gpu and not kv_format.windows_on_gpus:

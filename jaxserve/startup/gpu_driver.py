@@ -1,4 +1,4 @@
-"""Direct calls of the GPU's driver: opens the device in parallel with Python's imports, and reads
+"""Direct calls of the GPU driver. They open the device in parallel with Python's imports, and read
 the size of its memory."""
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from jaxserve_kernels import cuda_driver
 
 
 def open_early(timeline: Timeline, platforms: str | None) -> None:
-    """Create the first GPU's context on another thread, where XLA then finds it.
+    """Creates the context of the first GPU on another thread. XLA later uses this context.
 
-    Does nothing without a driver. Errors are ignored here; they appear again where the device is
-    used.
+    Does nothing without a driver. Ignores errors, because they occur again when the device is used.
 
     Args:
       platforms: platforms that jax may use, as in JAX_PLATFORMS; None: any.
@@ -31,7 +30,7 @@ def open_early(timeline: Timeline, platforms: str | None) -> None:
         with timeline.span("driver"), contextlib.suppress(cuda_driver.CudaError):
             cuda_driver.retain_primary_context(driver, 0)
 
-    # Not a daemon: a process that ends inside the driver's initialisation would not end well.
+    # Not a daemon thread: a process must not end during the driver's initialisation.
     threading.Thread(target=run, name="open-gpu-driver").start()
 
 

@@ -1,4 +1,4 @@
-"""Opens the tier of the prefix cache in the host's memory, and on disk."""
+"""Opens the tiers of the prefix cache in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ log = logging.getLogger(__name__)
 
 
 _DISK_BYTES = 100 * 10**9
-"""Bytes of the folder, without a flag."""
+"""Default limit of the folder in bytes."""
 
 
 class OpenTier(NamedTuple):
-    """A tier over the rings of a runner."""
+    """A tier that uses the rings of a runner."""
 
     parts: TierParts
     close: Callable[[], None]
-    """Ends all copies, and frees the memory. Nothing may use the tier after it."""
+    """Ends all copies and frees the memory. Nothing may use the tier afterwards."""
     metrics: TierMetrics
 
 
 def open_slab(config: HostTierConfig) -> HostSlab:
-    """Take and pin the tier's host memory.
+    """Allocates and pins the tier's host memory.
 
     Raises:
-      ConfigError: there is not enough, or it cannot be pinned.
+      ConfigError: there is too little memory, or it cannot be pinned.
     """
     size = config.slots * max(config.page_bytes)
     said = 0.0
@@ -87,10 +87,10 @@ def open_tier(
     runner: Runner,
     metrics: Metrics,
 ) -> OpenTier:
-    """Open the plan's tier over the runner's rings.
+    """Opens the plan's tier over the runner's rings.
 
     Raises:
-      ConfigError: the folder cannot be used, or the GPU refuses streams.
+      ConfigError: the folder cannot be used, or the GPU refuses to create streams.
     """
     assert plan.host is not None
     counters = OffloadCounters()
@@ -152,7 +152,7 @@ def _ring(groups: list[list[RingArray]], slots: int) -> Ring:
 
 
 def _wake() -> None:
-    """The engine asks in each of its turns, and between them when it waits for copies."""
+    """Does nothing: the engine polls in each turn, and between turns while it waits for copies."""
 
 
 def fingerprint(options: Options, source: ModelSource, config: RunnerConfig, runner: Runner) -> str:

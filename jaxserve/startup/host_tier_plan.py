@@ -1,4 +1,4 @@
-"""The size of the tier of the prefix cache in the host's memory, before anything is allocated."""
+"""Plans the size of the tier in host memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from jaxserve_kernels.recurrent_state import RecurrentState
 log = logging.getLogger(__name__)
 
 _GPU_RINGS = 256 * 2**20, 512 * 2**20
-"""Bytes of the rings, store and load. With a step of 15 ms running, loads reach one load ring per
-step, 36 GB/s."""
+"""Bytes of the store ring and of the load ring. With steps of 15 ms, loads fill one load ring per
+step, which is 36 GB/s."""
 _STEPS, _MOST_STORE_BYTES = 2, 2**30
-"""The store ring holds the pages that so many of the longest steps compute, up to so many bytes: a
-slot is free again two steps after a page is put there, and a long run of prompts evicts as many
-pages as it computes. See `test_later_turns_of_chats_find_what_the_device_has_evicted`."""
+"""The store ring holds the pages that this many of the longest steps compute, up to this many
+bytes. A slot is free again two steps after its page was written, and a long run of prompts evicts
+as many pages as it computes. See `test_later_turns_of_chats_find_what_the_device_has_evicted`."""
 _CPU_RINGS = 8 * 2**20, 8 * 2**20
 _LEAST, _MOST = 4, 256
-"""Slots of a ring."""
+"""The least and the most slots of a ring."""
 
 _LINE = 4096
-"""Host slots begin at multiples of it."""
+"""Alignment of host slots in bytes."""
 
 
 def check_flags(options: Options) -> None:
-    """Raise ConfigError for flags of the tier that contradict each other."""
+    """Raises ConfigError for flags of the tier that contradict each other."""
     if options.kv_offload_size is None:
         for flag, given in (
             ("--kv-offload-path", options.kv_offload_path),
@@ -124,11 +124,11 @@ def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
 
 
 def check_memory(tier: HostTierConfig, beside: int) -> None:
-    """Raise ConfigError, with the numbers, if the machine does not have the tier's memory. Before
-    weights are loaded, which takes long; the slab looks again at what is free then.
+    """Raises ConfigError, with the numbers, if the machine has too little memory for the tier. It
+    runs before weights are loaded, which takes long. The slab checks again.
 
     Args:
-      beside: bytes that weights and KV cache will take of the same memory.
+      beside: bytes of the same memory that weights and KV cache will take.
     """
     slot = -(-max(tier.page_bytes) // _LINE) * _LINE
     size, free = tier.slots * slot, host_memory.available()

@@ -1,4 +1,4 @@
-"""Opens the publisher of KV cache events that the flags ask for."""
+"""Opens the publisher of KV cache events, if the flags ask for it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def open_publisher(options: Options, metrics: Metrics) -> ZmqPublisher | None:
-    """Returns a publisher that listens; None if none is asked for.
+    """Returns a publisher that listens; None if the flags do not ask for one.
 
     Raises:
-      ConfigError: ZMQ is not installed, an address cannot be used, or prefixes are not cached.
+      ConfigError: ZMQ is not installed, an address cannot be used, or prefix caching is off.
     """
     config = options.kv_events_config
     if config is None or not config.active:
@@ -24,7 +24,7 @@ def open_publisher(options: Options, metrics: Metrics) -> ZmqPublisher | None:
     if not options.enable_prefix_caching:
         raise ConfigError("--kv-events-config: without --enable-prefix-caching nothing is cached")
     try:
-        from jaxserve.kv_events.publisher import ZmqPublisher  # of an extra, and of use to few
+        from jaxserve.kv_events.publisher import ZmqPublisher  # needs an optional package
     except ImportError as error:
         raise ConfigError(
             f"--kv-events-config needs ZMQ ({error.name} is missing): install the extra kv-events, "

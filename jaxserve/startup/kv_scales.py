@@ -1,7 +1,7 @@
 """Scales of an fp8 KV cache: from a checkpoint, or calibrated on a text.
 
 e4m3 keeps four significant bits from 2**-6 to 448 times the scale. Within that range the scale does
-not matter. It only has to prevent clipping above and vanishing below.
+not matter. It only has to prevent clipping of large numbers and loss of small ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.reader import Checkpoint
 
 type Scales = NDArray[np.float32]
-"""[layers, kv_heads, 2]: keys, then values. The largest magnitude is 448 times the scale."""
+"""[layers, kv_heads, 2]: scales of keys, then of values. The largest magnitude is 448 * scale."""
 
 _LARGEST, _LEAST_NORMAL = 448.0, 2.0**-6
 _ROOM = 2.0
-"""Headroom beyond the magnitudes of the text. It costs only the smallest numbers."""
+"""Headroom above the magnitudes of the text. It costs precision only for the smallest numbers."""
 
 _STORED = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.|v_proj\.|attn\.)?([kv])_scale")
-"""Names of stored scales in compressed-tensors, ModelOpt and vLLM checkpoints."""
+"""Tensor names of scales in compressed-tensors, ModelOpt and vLLM checkpoints."""
 
 _STEP, _ROUNDS = 2.0**8, 5
 
@@ -73,14 +73,15 @@ def stored(checkpoint: Checkpoint, spec: ModelSpec) -> Scales | None:
 
 
 def calculated(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> Scales:
-    """Returns powers of two that hold the keys and values of a text, with headroom. Sets them in
-    the runner.
+    """Returns scales, powers of two, that hold the keys and values of a text with headroom. Sets
+    them in the runner.
 
-    The text runs through ordinary steps. If its values do not fit the scales, or are small against
+    The text runs through ordinary steps. If its values exceed the scales, or are small compared
+    with them, it runs again with other scales.
     them, it runs again with other scales.
 
     Args:
-      runner: with an empty cache, before any other step.
+      runner: a runner with an empty cache, before any other step.
 
     Raises:
       ConfigError: keys or values are not finite, or too large for every scale.
@@ -109,7 +110,7 @@ def calculated(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> Scal
 
 
 def _read(runner: Runner, config: RunnerConfig, ids: Sequence[int]) -> None:
-    """Compute one sequence in chunks."""
+    """Computes one sequence in chunks."""
     cache, most = config.cache, config.buckets.prefill[-1]
     usable = min(group.usable_pages for group in cache.groups) * cache.page_size
     ids = ids[: min(config.scheduler.max_model_len, usable)]

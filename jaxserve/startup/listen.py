@@ -1,4 +1,4 @@
-"""The HTTP server's configuration from flags, files and the environment; and its socket."""
+"""Configures the HTTP server from flags, files and the environment, and opens its socket."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server_config(options: Options, source: ModelSource) -> ServerConfig:
     """Returns the HTTP server's configuration.
 
     Raises:
-      ConfigError: keys cannot be read or would let everybody in, or a chat template cannot be read.
+      ConfigError: a key or the chat template cannot be read, or a key is not valid.
     """
     keys = api_keys(options)
     if not keys and options.uds is None and not is_loopback(options.host):
@@ -103,11 +103,11 @@ def _chat_template(path: Path | None) -> str | None:
 async def bind(
     runner: web.AppRunner, config: ServerConfig, tls: ssl.SSLContext | None = None
 ) -> str:
-    """Listen before anything slow happens, so that a port in use is reported at once. Returns the
+    """Listens before anything slow happens, so that a port in use is reported at once. Returns the
     URL.
 
     Raises:
-      ConfigError: the address is in use, or cannot be listened on.
+      ConfigError: the address is in use, or the server cannot listen on it.
     """
     scheme = "http" if tls is None else "https"
     if config.uds is not None:
@@ -121,10 +121,10 @@ async def bind(
 async def listen(
     runner: web.AppRunner, host: str, port: int, flag: str, tls: ssl.SSLContext | None = None
 ) -> None:
-    """Listens on a port of TCP. `flag`: the one that chooses it.
+    """Listens on a TCP port. `flag`: the flag that chooses it, for errors.
 
     Raises:
-      ConfigError: the address is in use, or cannot be listened on.
+      ConfigError: the address is in use, or the server cannot listen on it.
     """
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
@@ -139,7 +139,7 @@ async def listen(
 
 
 async def _bind_unix(runner: web.AppRunner, path: Path, tls: ssl.SSLContext | None) -> None:
-    """Listen on a Unix socket. A socket that nobody answers is stale and is replaced."""
+    """Listens on a Unix socket. Replaces a stale socket, on which nobody answers."""
     try:
         async with _turn(path.parent):
             if await _answered(path):
@@ -160,9 +160,9 @@ async def _answered(path: Path) -> bool:
 
 @asynccontextmanager
 async def _turn(folder: Path) -> AsyncGenerator[None]:
-    """Hold the folder's lock. Without it, two servers that start at once could both find a stale
-    socket, and the second would replace the first one's. OSError if another process holds the lock
-    for seconds."""
+    """Holds the folder's lock. Without it, two servers that start together could both find a stale
+    socket, and the second would replace the first one's. Raises OSError if another process holds
+    the lock for seconds."""
     locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         deadline = time.monotonic() + _TURN_SECONDS
@@ -197,8 +197,8 @@ def admin_api_keys(options: Options) -> list[str]:
 
 
 def reasoning_keys(options: Options) -> list[str]:
-    """Returns the reasoning keys from file and environment. ConfigError if one is too short to be
-    secret."""
+    """Returns the reasoning keys from file and environment. Raises ConfigError if one is too short
+    to be secret."""
     file = options.reasoning_key_file
     keys = _keys(None, ("--reasoning-key-file",), file, REASONING_KEY)
     for key in keys:
@@ -214,8 +214,8 @@ def reasoning_keys(options: Options) -> list[str]:
 def _keys(
     given: list[str] | None, flags: Sequence[str], file: Path | None, *variables: str
 ) -> list[str]:
-    """Returns keys from all sources. `flags`: their flags, for errors; the last one names the
-    file."""
+    """Returns keys from all sources. `flags`: the flags of the keys, for errors; the last one names
+    the file."""
     keys = list(given or ())
     if file is not None:
         keys += _keys_of_file(flags[-1], file)
@@ -231,7 +231,7 @@ def _keys(
 
 
 def _keys_of_file(flag: str, path: Path) -> list[str]:
-    """Returns one key per line of a file, without blank lines and lines that begin with #."""
+    """Returns the keys in a file, one per line, without blank lines and lines that begin with #."""
     lines = [line.strip() for line in read_text(path, flag).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
@@ -240,7 +240,7 @@ def _keys_of_file(flag: str, path: Path) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach the address."""
+    """Returns whether only processes of this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

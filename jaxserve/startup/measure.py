@@ -1,4 +1,4 @@
-"""Measures how long the compiled steps take on the card that serves."""
+"""Measures the times of the compiled steps on the GPU that serves."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from jaxserve.step_times import StepTimes, VerifyTime
 log = logging.getLogger(__name__)
 
 _REPEATS = 3
-"""Steps of a kind that count, each launched one ahead as in serving. The median is taken."""
+"""Measured steps per kind, each launched one step ahead as in serving. The median counts."""
 
 _SLOW = 0.1
 """Seconds. A slower step is not repeated."""
 
 _WARM = 8
-"""Full prefill steps before anything is timed. A card's first steps are slow, and its clocks are
-then higher than later."""
+"""Full prefill steps before any measurement. A GPU's first steps are slow, and after them its
+clocks are higher than later."""
 
 _BUSY = 0.05
-"""Seconds of equal steps before a mixed bucket is timed. A card that rests between steps clocks
+"""Seconds of equal steps before a mixed bucket is measured. A GPU that rests between steps clocks
 higher than in serving."""
 
 _CONTEXT = 2048
 _ROWS = 64
-"""Context, and decode rows of mixed steps, as far as the cache and the limits allow."""
+"""Context, and decode rows of mixed steps, if the cache and the limits allow them."""
 
 _BRIEF = 0.015
-"""Seconds. Decode rows are timed in the two largest mixed buckets that are faster."""
+"""Seconds. Decode rows are measured in the two largest mixed buckets that are faster than this."""
 
 _SHORT_CONTEXT = 256
-"""The context where steps are slow, as on a CPU. A longer one would take half of the start."""
+"""Context for devices with slow steps, such as CPUs. A longer one would take half of the start."""
 
 
 def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
-    """Returns the times that were measured with the same programs before; None if there are
+    """Returns the times that an earlier start measured with the same programs; None if there are
     none."""
     if not file.is_file():
-        return None  # reading a FIFO would wait for ever
+        return None  # reading a FIFO would block
     damaged = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
     with contextlib.suppress(*damaged):
         kept = StepTimes.load(file)
@@ -61,10 +61,10 @@ def kept_times(config: RunnerConfig, file: Path) -> StepTimes | None:
 
 
 def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
-    """Returns the times in `file`, which `jaxserve precompile` or an earlier start wrote; otherwise
+    """Returns the times in `file`, which `jaxserve precompile` or an earlier start wrote. Otherwise
     measures them.
 
-    If the file cannot be read or written, only the time of measuring is lost.
+    If the file cannot be read or written, the next start measures again.
     """
     kept = kept_times(config, file)
     if kept is not None:
@@ -78,10 +78,10 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
 
 
 def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
-    """Times all buckets of a compiled runner that serves nobody yet, with about five steps per
-    bucket.
+    """Measures all buckets of a compiled runner that does not serve yet, with about five steps
+    each.
 
-    The content of the cache does not matter. Lengths and buckets decide the time; so do tokens, see
+    The content of the cache does not matter. Lengths, buckets and tokens do, see
     `_Stopwatch.chunk`.
     """
     context = min(_CONTEXT, config.scheduler.max_model_len // 2, config.cache.usable_tokens // 2)
@@ -121,8 +121,8 @@ def _decodes_in_mixed(
 ) -> tuple[float, float]:
     """Returns the seconds per decode row of a full mixed step, and per token of its context.
 
-    Each bucket is timed next to itself without decode rows, because chunk sizes depend on these two
-    numbers and a card may slow down meanwhile.
+    Each bucket is measured next to the same bucket without decode rows, because chunk sizes depend
+    on these two numbers and a GPU may slow down meanwhile.
     """
     rows = 0
     by_row = by_context = 0.0
@@ -139,7 +139,7 @@ def _decodes_in_mixed(
 
 
 def _increasing(times: dict[int, float]) -> dict[int, float]:
-    """Returns times without noise that makes a bucket slower than a larger one."""
+    """Removes noise from times: no bucket is slower than a larger one."""
     sizes = sorted(times)
     return {size: min(times[s] for s in sizes if s >= size) for size in sizes}
 
@@ -152,11 +152,11 @@ class _Stopwatch:
         self._ids = tuple(random.Random(0).choices(ids, k=max(config.buckets.prefill)))
 
     def chunk(self, tokens: int, start: int, slot: int = 0) -> list[Row]:
-        """Returns rows of one prefill. All tokens differ, as in prompts: products of equal tokens
-        need less power, and a card at its power limit computes them a seventh faster.
+        """Returns the rows of one prefill. All tokens differ, as in prompts: products of equal
+        tokens need less power, and a GPU at its power limit computes them a seventh faster.
 
-        The prefill is split at the longest sequence: entries behind a slot's page table belong to
-        the next slot. It is as long as there are slots for.
+        The prefill is split into rows of the longest sequence, because entries after a slot's page
+        table belong to the next slot. It ends when no slot is left.
         """
         most = self._longest - start
         cuts = range(0, tokens, most)[: self._slots - slot]
@@ -166,18 +166,18 @@ class _Stopwatch:
         ]
 
     def free_beside(self, tokens: int) -> int:
-        """Returns how many slots a chunk of so many tokens leaves free."""
+        """Returns how many slots remain free beside a chunk of `tokens` tokens."""
         return self._slots - -(-tokens // self._longest)
 
     def warm(self, rows: Iterable[Row]) -> None:
-        """Run some steps of these rows; one if it is slow."""
+        """Runs some steps of these rows; only one if it is slow."""
         plan = self._placed(_plan(rows))
         for _ in range(_WARM):
             if self._run(plan, 1)[0] > _SLOW:
                 break
 
     def of(self, rows: Iterable[Row]) -> float:
-        """Returns the seconds of a step of these rows. Their slots get pages of their own first."""
+        """Returns the seconds of a step of these rows. Gives their slots pages first."""
         plan = _plan(rows)
         first = self._run(self._placed(plan), 1)[0]
         if first > _SLOW:
@@ -186,8 +186,8 @@ class _Stopwatch:
         return median(self._run(plan, before + _REPEATS)[before:])
 
     def of_verify(self, rows: int, positions: int, context: int) -> VerifyTime:
-        """Returns the times of a verify bucket, full, without context and with `context` tokens for
-        each row."""
+        """Returns the times of a full verify bucket: without context, and with `context` tokens per
+        row."""
         context = min(context, self._longest - positions)
         drafts = self._ids[: positions - 1]
 
@@ -199,7 +199,7 @@ class _Stopwatch:
         return VerifyTime(shallow, _slope(deep - shallow, rows * (context - 1)))
 
     def _run(self, plan: StepPlan, count: int) -> list[float]:
-        """Returns the seconds between the ends of equal steps; the first counts from its launch."""
+        """Returns the seconds between the ends of equal steps. The first counts from its launch."""
         ends = [time.perf_counter()]
         running = [self._runner.launch(plan)]
         for left in reversed(range(count)):

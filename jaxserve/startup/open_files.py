@@ -1,4 +1,4 @@
-"""The limit of open files, which includes connections."""
+"""The limit of open files. Connections count as open files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import resource
 log = logging.getLogger(__name__)
 
 MOST = 65_536
-"""The limit to ask for. With a hard limit of a billion, some child programs would close that many
+"""The limit to ask for. With a hard limit of a billion, some child programs would close a billion
 files one by one."""
 
 _OTHERS = 256
-"""Open files other than connections: libraries, the driver's, files that a start reads at once."""
+"""Open files besides connections: libraries, the driver, files that the start reads at once."""
 
 
 def raise_limit(connections: int) -> int:
-    """Raise the soft limit of open files up to the hard limit and MOST. Logs and returns it.
+    """Raises the soft limit of open files, at most to the hard limit and MOST. Logs and returns it.
 
-    The default of systemd and many shells is 1,024, fewer connections than a full queue has.
+    The default of systemd and many shells is 1,024, which is less than the connections of a full
+    queue.
 
     Args:
       connections: the most connections that the settings allow.

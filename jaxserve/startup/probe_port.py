@@ -1,8 +1,9 @@
-"""`--probe-port`: probes and scrapes answered beside the API, by a thread with a loop of its own.
+"""`--probe-port`: a thread with its own event loop that answers probes and scrapes.
 
-The API's loop may be busy for longer than a probe waits: with the tokens of a step for hundreds of
-streams, or with a large body. A thread gets its turn within Python's switch interval, 1 ms here,
-whatever that loop does. And who may only probe and scrape need not reach the API, nor have a key.
+The API's event loop may be busy for longer than a probe waits: with the tokens of a step for
+hundreds of streams, or with a large body. A thread gets its turn within Python's switch interval,
+which is 1 ms here. Also, a client that only probes and scrapes needs no access to the API and no
+key.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _LEAVE_SECONDS = 5.0
 
 @asynccontextmanager
 async def probe_port(service: Service, host: str, port: int) -> AsyncGenerator[int]:
-    """Answers probes until the end of the block; gives the port.
+    """Answers probes until the end of the block. Yields the port.
 
     Raises:
-      ConfigError: the address is in use, or cannot be listened on.
+      ConfigError: the address is in use, or the server cannot listen on it.
     """
     probes, pulse = _Probes(), Pulse()
     main = probes.serve(service, pulse, host, port)
@@ -57,16 +58,16 @@ async def _beat(pulse: Pulse) -> None:
 
 
 class _Probes:
-    """What the thread does."""
+    """The thread and its event loop."""
 
     def __init__(self) -> None:
         self.listening = Future[int]()
-        """Has the port, or why there is none."""
+        """The port, or the exception that prevented listening."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
 
     async def serve(self, service: Service, pulse: Pulse, host: str, port: int) -> None:
-        """Answers until `end`."""
+        """Answers probes until `end`."""
         self._loop = asyncio.get_running_loop()
         runner = web.AppRunner(
             probe_app(service, pulse),
@@ -85,7 +86,7 @@ class _Probes:
             await runner.cleanup()
 
     def end(self) -> None:
-        """Called on another thread."""
+        """Ends the thread. Call it on another thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(self._ended.set)

@@ -1,4 +1,4 @@
-"""Records when start-up's phases began and how long they took."""
+"""Records the phases of start-up: when they began and how long they took."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Pace:
         self._done = 0.0
 
     def describe(self, phase: str, done: float, now: float) -> str:
-        """Returns one line for the log. Call it often, so that it sees when progress is made.
+        """Returns one line for the log. Call it often, so that it sees when progress happens.
 
         Args:
-          phase: its name.
+          phase: name of the phase.
           done: the finished share, 0 to 1.
           now: seconds of any clock.
         """

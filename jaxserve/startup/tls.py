@@ -1,4 +1,4 @@
-"""HTTPS: loads the server's certificate from files, and reloads it when they change."""
+"""HTTPS: loads the server's certificate from files, and reloads it after changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECK_SECONDS = 10.0
 
 
 def tls_context(options: Options) -> ssl.SSLContext | None:
-    """Returns the TLS context; None for plain HTTP. ConfigError if the files are no valid
+    """Returns the TLS context; None for plain HTTP. Raises ConfigError if the files are not a valid
     identity."""
     if not (files := _files(options)):
         return None
@@ -33,10 +33,11 @@ def tls_context(options: Options) -> ssl.SSLContext | None:
 async def reload_when_changed(
     context: ssl.SSLContext, options: Options, *, every: float = CHECK_SECONDS
 ) -> None:
-    """Runs until cancelled. Connections made after a change of the files get the new certificate.
+    """Reloads the certificate when its files change, until cancelled. Later connections use the new
+    one.
 
-    Files that do not fit together, for instance while they are replaced, change nothing. New
-    authorities of `--ssl-ca-certs` are added; removed ones stay trusted until a restart.
+    Files that do not match, for instance during a replacement, change nothing. New authorities of
+    `--ssl-ca-certs` are added. Removed authorities stay trusted until a restart.
     """
     files = _files(options)
     loaded, refused = _state(files), None
@@ -52,7 +53,7 @@ async def reload_when_changed(
             log.error("the new certificate cannot be used, the old one stays: %s", error)
             refused = state
         else:
-            log.info("the certificate was read again")
+            log.info("reloaded the certificate")
             loaded = state
 
 
@@ -67,8 +68,8 @@ def _files(options: Options) -> dict[str, Path]:
 
 
 def _state(files: dict[str, Path]) -> list[bytes | None]:
-    """Returns the files' contents; None for one that cannot be read now. Modification times do not
-    work: in Kubernetes the files are links into folders."""
+    """Returns the contents of the files; None for a file that cannot be read now. Modification
+    times do not work, because Kubernetes links the files into folders."""
     return [_content(file) for file in files.values()]
 
 
@@ -80,7 +81,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _load(context: ssl.SSLContext, files: dict[str, Path]) -> None:
-    """Load the files. Raises ConfigError that names the wrong file."""
+    """Loads the files. Raises ConfigError that names the wrong file."""
     contents = {flag: _read(flag, file) for flag, file in files.items()}
     key, certificate = files["--ssl-keyfile"], files["--ssl-certfile"]
     if b"ENCRYPTED" in contents["--ssl-keyfile"]:

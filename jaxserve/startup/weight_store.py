@@ -1,4 +1,4 @@
-"""Weights that replace the served ones: loaded with the programs of the start, nothing compiled."""
+"""Replaces the served weights. Loads others with the programs of the start, without compilation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunnerWeights:
         copies: Mapping[str, Executable],
         runner: Runner,
     ):
-        """`copies`: the executables that copied the weights at start."""
+        """`copies`: the programs that copied the weights at start."""
         self._options = options
         self._spec = source.spec
         self._plan = plan
@@ -97,7 +97,7 @@ class RunnerWeights:
         self._dropped = False
 
     def _planned(self, change: WeightChange) -> WeightPlan:
-        """Returns the plan of weights of the served shapes, formats and dtypes."""
+        """Returns the plan of weights with the shapes, formats and dtypes of the served ones."""
         options = replace(
             self._options,
             model=change.model,
@@ -107,7 +107,7 @@ class RunnerWeights:
         )
         source = find_weights(options)
         if source.spec != self._spec:
-            raise ConfigError(f"{change.model}: another model than the one that is served")
+            raise ConfigError(f"{change.model}: a different model than the served one")
         gpu = jax.default_backend() == "gpu"
         found = plan_weights(
             options, source, self._plan.config.dtype, self._plan.cache.folder, stacked=gpu
@@ -124,7 +124,7 @@ class RunnerWeights:
         own = weights.native
         if weights.folder is None:
             return dummy_params(weights.plain, weights.seed, weights.encode)
-        by_start = own is None and weights.quantized  # whose programs are compiled
+        by_start = own is None and weights.quantized  # the start compiled these programs
         if by_start or (weights.staging and not on_host):
             load = weight_loader(weights, self._copies)
             return jax.block_until_ready(load(lambda done, total: None))
@@ -144,7 +144,7 @@ class RunnerWeights:
         return jax.block_until_ready(params)
 
     def _replaced(self, found: decoder.Params) -> decoder.Params:
-        """Returns the weights `found` on the device, where each takes the place of an old one."""
+        """Returns the weights `found` on the device. Each takes the place of an old one."""
         check_same(self._plan.weights.served, found)
         old = [] if self._dropped else jax.tree.leaves(self._runner.params)
         self._runner.drop_params()
@@ -157,12 +157,12 @@ class RunnerWeights:
 
 
 def _on_host(array: Any, sharding: Any) -> Any:
-    """Returns an array that is no view of a file, which might be gone when it is needed."""
+    """Returns an array that does not depend on a file, because the file may disappear."""
     return np.array(array)
 
 
 def _refusing[T](run: Callable[[], T]) -> T:
-    """Call `run`. Raises WeightsRefused, with one line, for what may be wrong with weights."""
+    """Calls `run`. Turns errors about the weights into WeightsRefused with a one-line message."""
     try:
         return run()
     except (ConfigError, CheckpointError, OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Structured output: from what a request asks for to the tokens that its sequence may have next."""
+"""Structured output: from a request's constraint to the masks of its sequences' next tokens."""
 
 from jaxserve.structured.bad_words import BadWords as BadWords
 from jaxserve.structured.errors import GrammarError as GrammarError

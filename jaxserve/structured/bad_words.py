@@ -1,4 +1,4 @@
-"""Words that a sequence must not generate, as a guide: no grammar, but a mask per token, too."""
+"""A guide against words that a sequence must not generate. It needs no grammar."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxserve.api import Ahead
 from jaxserve.tokenizer import Tokenizer
 
 _MASKS = 64
-"""Kept of a guide, beside the one for most tokens."""
+"""Masks that a guide keeps, besides the usual one."""
 
 
 class BadWords:
-    """Implements `api.Guide`, with vLLM's meaning: the last token of a word is forbidden where the
-    tokens before it are there. Each word counts as it is and with a space before it; a word that
-    is spelled in other tokens is not seen.
+    """Implements `api.Guide` with vLLM's meaning. It forbids the last token of a word when the
+    tokens before it are present. Each word counts as it is and with a leading space. It does not
+    detect other spellings of a word in tokens.
     """
 
     def __init__(self, words: Iterable[str], tokenizer: Tokenizer):
@@ -30,17 +30,17 @@ class BadWords:
         never = {word[0] for word in words_tokens if len(word) == 1}
         allowed[list(never)] = 0
         self.mask = np.packbits(allowed, bitorder="little").tobytes()
-        """Of a token that completes no longer word."""
+        """The mask of a token that completes no longer word."""
         self._before_last: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        """Of longer words by the token before their last one: those before it from right to left,
-        and the last one."""
+        """Longer words by the token before their last one. Each has its tokens before that one,
+        from right to left, and its last token."""
         for word in words_tokens:
             if len(word) > 1 and word[-1] not in never:
                 *before, token, last = word
                 self._before_last.setdefault(token, []).append((tuple(reversed(before)), last))
         self._begun: dict[int, list[tuple[int, ...]]] = {}
-        """Of words that lack two tokens, by the last token that is there: all of these from right
-        to left. Words of two tokens lack both from the beginning on."""
+        """Words that lack two tokens, by the last token that is present. Each has its present
+        tokens from right to left. Words of two tokens lack both from the start."""
         for word in words_tokens:
             if len(word) > 2 and never.isdisjoint(word):
                 there = tuple(reversed(word[:-2]))
@@ -52,7 +52,7 @@ class BadWords:
         return BadWordsState(self)
 
     def mask_after(self, tokens: deque[int]) -> bytes:
-        """Returns the mask of the token that follows these, given newest first."""
+        """Returns the mask of the next token after these tokens, given newest first."""
         candidates = self._before_last.get(tokens[0])
         if candidates is None:
             return self.mask
@@ -61,8 +61,8 @@ class BadWords:
         return self._without(frozenset(ends)) if ends else self.mask
 
     def lacks_two(self, tokens: deque[int]) -> bool:
-        """Whether two more tokens may complete a word after these, given newest first. Then the
-        first of the two decides the mask of the second."""
+        """Returns whether two more tokens may complete a word after these tokens, given newest
+        first. Then the first of the two decides the mask of the second."""
         if self._pairs or not tokens:
             return self._pairs
         latest = tuple(tokens)
@@ -81,7 +81,7 @@ class BadWordsState:
     ready = True
     error = None
     ahead = Ahead()
-    """Nothing: such a sequence is one step ahead in place of drafts."""
+    """Empty: such a sequence is planned one step ahead, which excludes drafts."""
 
     def __init__(self, guide: BadWords):
         self._guide = guide
@@ -99,6 +99,6 @@ class BadWordsState:
         self.mask = self._guide.mask_after(self._latest)
 
     def wait(self, timeout: float) -> bool:
-        """See `api.GuideState`: the mask is there as soon as the token is."""
+        """See `api.GuideState`. The mask is ready as soon as the token is known."""
         del timeout
         return True

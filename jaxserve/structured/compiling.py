@@ -1,4 +1,4 @@
-"""Compiles grammars in processes, the quick ones before the slow ones, fairly among tenants."""
+"""Compiles grammars in processes: quick ones before slow ones, and fair to tenants."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ _MAX_ERROR = 500
 _MAX_REFUSED = 1024
 _SLOW_NICENESS = 5
 _SHARE = 8
-"""Times what is free, a tenant may have: 456 of 512 alone, 241 each if they are two."""
+"""A tenant may have this many times the free processes: 456 of 512 if it is alone, 241 each if
+there are two."""
 _PROCESS_LIMITS = Limits(threads=min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileLimits:
-    """Of compiling. Seconds are of processor time: a busy machine is not the client's fault."""
+    """Limits of compilation. Seconds are CPU time, because a busy machine is not the client's
+    fault."""
 
     quick_seconds: float = 0.5
-    """What takes longer begins again among the slow ones, so that the others need not wait."""
+    """A slower compilation starts again among the slow ones, so that other grammars need not
+    wait."""
     seconds: float = 10.0
     queue_seconds: float = 10.0
-    """Of the clock: the longest wait for a turn."""
+    """The longest wait for a turn, in wall-clock time."""
     patience: float = 30.0
-    """Of the clock: what compiling may take where processors are busy with other things."""
+    """The longest compilation in wall-clock time, for when the CPUs are busy."""
     quick_at_once: int = 4
     slow_at_once: int = 2
     processes: int = 512
-    """Grammars in memory, each in its process."""
+    """The most grammars in memory; each has its own process."""
     process: Limits = _PROCESS_LIMITS
 
 
 class Compiler:
-    """Starts the grammar server with the first grammar, and again should it end. Used on the event
-    loop."""
+    """Starts the grammar server with the first grammar, and restarts it if it ends. Used on the
+    event loop."""
 
     def __init__(
         self,
@@ -61,11 +64,12 @@ class Compiler:
         self._quick, self._slow = Turns(limits.quick_at_once), Turns(limits.slow_at_once)
         self._processes: Processes | None = None
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        """Digests of grammars of a tenant that met a limit, which would cost the same again."""
+        """Digests of a tenant's grammars that met a limit: compiling them again would cost as
+        much."""
 
     def has_room(self, tenant: str) -> bool:
-        """Whether the tenant may have another grammar in memory. The more it has, the more must be
-        free: so there is always something left for the others, however many they are (dynamic
+        """Returns whether the tenant may have another grammar in memory. The more grammars it has,
+        the more processes must be free. So there is always room for other tenants (dynamic
         thresholds, Choudhury and Hahne 1998)."""
         if self._processes is None:
             return True
@@ -73,15 +77,15 @@ class Compiler:
         return free > 0 and self.held_by(tenant) < _SHARE * free
 
     def held_by(self, tenant: str) -> int:
-        """Grammars in memory that were compiled for the tenant."""
+        """Returns the number of grammars in memory that were compiled for the tenant."""
         return 0 if self._processes is None else self._processes.held_by(tenant)
 
     async def compile(self, grammar: Grammar, tenant: str) -> GrammarProcess:
         """Returns a new process of the grammar.
 
         Raises:
-          GrammarError: it is no grammar, or takes more than it may.
-          GrammarsBusy: there was no turn in time, or there is no room.
+          GrammarError: the grammar is invalid or exceeds a limit.
+          GrammarsBusy: the grammar got no turn in time, or there is no room.
         """
         digest = hashlib.sha256(
             f"{tenant} {grammar.kind} {grammar.text}".encode("utf-8", "surrogatepass")
@@ -101,7 +105,7 @@ class Compiler:
             raise self._refusal(ended.cause, digest) from None
 
     def close(self) -> None:
-        """End the grammar server, if it runs."""
+        """Ends the grammar server, if it runs."""
         if self._processes is not None:
             self._processes.close()
 
@@ -154,7 +158,8 @@ class Compiler:
         return self._processes
 
     def _refusal(self, cause: Cause, digest: bytes) -> GrammarError | GrammarsBusy:
-        """What a process that ended means for who asked. Not all causes are the grammar's."""
+        """Returns the error for the client of a process that ended. Not all causes are the
+        grammar's."""
         limits = self._limits
         if cause in (Cause.TOTAL_MEMORY, Cause.NOT_STARTED):
             return GrammarsBusy(
@@ -173,6 +178,6 @@ class Compiler:
 
 
 def _told(error: str) -> str:
-    """llguidance's words, without what only its developers know."""
+    """Returns llguidance's message without internal names."""
     text = error.removesuffix("<non-verbose/>").strip()[:_MAX_ERROR]
     return f"it cannot be compiled ({text})" if text.isidentifier() else text

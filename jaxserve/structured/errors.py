@@ -1,14 +1,14 @@
-"""Why there is no guide for a grammar. The messages are for the client."""
+"""Errors of grammars. Their messages are for the client."""
 
 from __future__ import annotations
 
 
 class GrammarError(ValueError):
-    """The grammar cannot be compiled, or not within the limits."""
+    """The grammar cannot be compiled, or exceeds a limit."""
 
 
 class GrammarsBusy(RuntimeError):
-    """The grammar could not be compiled now. That is not its fault; it may be sent again."""
+    """The grammar could not be compiled now. It is not at fault, and the client may retry."""
 
     def __init__(self, message: str, *, retry_after: float):
         """`retry_after`: seconds."""

@@ -1,4 +1,4 @@
-"""Grammars as texts: JSON schemas, regular expressions, choices, tool calls of any format."""
+"""Grammars as text: JSON schemas, regular expressions, choices, tool calls in any format."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxserve.grammar_server.wire import Grammar, Kind
 from jaxserve.structured.errors import GrammarError
 
 MAX_SOURCE = 256 * 1024
-"""Characters of a grammar."""
+"""The most characters of a grammar."""
 MAX_CALLS = 16
-"""Tool calls in one answer whose calls are forced: a small model might never stop."""
+"""The most tool calls in one answer with forced calls: a small model might never stop."""
 
 ANY_TEXT = "(?s:.)"
-"""A regular expression of one character, line breaks included."""
+"""A regular expression for one character, line breaks included."""
 
 _JSON_OPTIONS: Any = {
-    # A bound on white space: without it a model can go on with line breaks until its limit.
+    # Limits white space. Otherwise a model can write line breaks until its token limit.
     "whitespace_pattern": r"[ \n\r\t]{1,64}",
     "whitespace_flexible": True,
     "item_separator": ",",
     "key_separator": ":",
-    # Refuse what is not implemented: whatever is accepted gives valid JSON. All options are set,
+    # Refuse unsupported features, so that every accepted schema gives valid JSON. All options are
     # or a schema could set them itself, under "x-guidance".
     "lenient": False,
     "coerce_one_of": False,
@@ -33,24 +33,24 @@ _JSON_OPTIONS: Any = {
 
 
 def json_object() -> Grammar:
-    """Returns a grammar of any JSON object."""
+    """Returns a grammar for any JSON object."""
     return json_schema({"type": "object"})
 
 
 def json_schema(schema: Mapping[str, Any]) -> Grammar:
-    """Returns a grammar of JSON of this schema. Raises GrammarError if the schema is too large, or
-    holds a number that is."""
+    """Returns a grammar for JSON with this schema. Raises GrammarError if the schema, or a number
+    in it, is too large."""
     return Grammar(Kind.JSON_SCHEMA, _encoded({**schema, "x-guidance": _JSON_OPTIONS}))
 
 
 def regex(pattern: str) -> Grammar:
-    """Returns a grammar of texts that match as a whole, in the syntax of Rust's regex crate: no
+    """Returns a grammar for texts that match as a whole, in the syntax of Rust's regex crate: no
     look-around."""
     return Grammar(Kind.REGEX, pattern)
 
 
 def choice(options: Sequence[str]) -> Grammar:
-    """Returns a grammar of one of these texts."""
+    """Returns a grammar for one of these texts."""
     return Grammar(Kind.LARK, "start: " + " | ".join(map(literal, options)))
 
 
@@ -60,31 +60,31 @@ def grammar(text: str) -> Grammar:
 
 
 class CallRules(NamedTuple):
-    """The grammar of tool calls in one format, made by it."""
+    """The grammar of tool calls in one format."""
 
     lines: Sequence[str]
-    """Rules of Lark, of which `calls` is one call or more."""
+    """Lark rules. The rule `calls` matches one or more calls."""
     inputs: Mapping[str, Grammar]
-    """Grammars that the rules name, as `@name`."""
+    """Grammars that the rules refer to as `@name`."""
     among_text: str | None
-    """The right side of a rule: any text, of the rule `text`, and calls in it; None: calls cannot
-    be told from text."""
+    """The right side of a rule for text (rule `text`) with calls in it; None: calls cannot be told
+    from text."""
 
 
 def tool_calls(rules: CallRules) -> Grammar:
-    """Returns a grammar of one or more calls and nothing else."""
+    """Returns a grammar for one or more calls and nothing else."""
     return _with_parts(["start: calls", *rules.lines], rules.inputs)
 
 
 def tool_calls_or(answer: Grammar, rules: CallRules) -> Grammar:
-    """Returns a grammar of calls, or of the text `answer`, which is a grammar of this module.
-    Either may follow line breaks: models write them after a thought."""
+    """Returns a grammar for calls, or for the text of the grammar `answer`. Line breaks may precede
+    both, because models write them after reasoning."""
     start = r"start: /\n{1,2}/? (calls | @answer)"
     return _with_parts([start, *rules.lines], {**rules.inputs, "answer": answer})
 
 
 def text_and_tool_calls(rules: CallRules) -> Grammar:
-    """Returns a grammar of any text with calls in it.
+    """Returns a grammar for any text with calls in it.
 
     Raises:
       GrammarError: calls cannot be told from text.
@@ -96,7 +96,7 @@ def text_and_tool_calls(rules: CallRules) -> Grammar:
 
 
 def marker(spelling: str, markers: Mapping[str, int]) -> str:
-    """Returns a marker in a rule of Lark: its token, or its spelling if it is no token.
+    """Returns a marker for a Lark rule: its token, or its spelling if it is not a token.
 
     Args:
       markers: token ids by spelling.
@@ -105,22 +105,22 @@ def marker(spelling: str, markers: Mapping[str, int]) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Returns JSON of a schema as the right side of a rule of Lark."""
+    """Returns JSON of a schema as the right side of a Lark rule."""
     return f"%json {_encoded({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def arguments_rule(schema: Mapping[str, Any]) -> str:
-    """The same of an object."""
+    """Returns a JSON object of a schema as the right side of a Lark rule."""
     return json_rule({"type": "object", **schema})
 
 
 def literal(text: str) -> str:
-    """Returns a string of Lark, which escapes as JSON does, and DEL, too."""
+    """Returns a Lark string. Lark escapes like JSON, and also escapes DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _with_parts(rules: Sequence[str], parts: Mapping[str, Grammar]) -> Grammar:
-    """Rules of Lark, which may name the grammars of `parts`."""
+    """Returns a grammar of Lark rules that may refer to the grammars in `parts`."""
     main = Grammar(Kind.LARK, "\n".join(rules))
     if not parts:
         return main
@@ -128,10 +128,11 @@ def _with_parts(rules: Sequence[str], parts: Mapping[str, Grammar]) -> Grammar:
 
 
 def _encoded(schema: Mapping[str, Any]) -> str:
-    """As JSON. Other ways to write it out take twenty times as long, and hold Python's lock.
+    """Encodes a schema as JSON. Other ways to write it take twenty times as long and hold Python's
+    lock.
 
     Raises:
-      GrammarError: it is larger than any grammar may be.
+      GrammarError: the schema exceeds the limit on grammars.
     """
     encoded = msgspec.json.encode(schema)
     if len(encoded) > MAX_SOURCE:

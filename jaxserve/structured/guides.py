@@ -1,4 +1,4 @@
-"""Compiled grammars, and where each sequence stands in its own."""
+"""Compiled grammars, and the position of each sequence in its grammar."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from jaxserve.structured.vocabulary import THINK_MARKERS, Vocabulary, vocabulary
 from jaxserve.tokenizer import Tokenizer
 
 CACHE_ENTRIES = 64
-"""Grammars kept compiled: most take some 3 MiB, and 15 ms to compile again."""
+"""The most compiled grammars to keep. Most take about 3 MiB, and 15 ms to compile again."""
 CACHE_BYTES = 128 * 2**20
-"""That compiling all of these took."""
+"""The most memory that their compilation took together."""
 SHARED_TOKENS = 20_000
-"""That follow a grammar until it is compiled anew, beside the requests that use it meanwhile."""
+"""Tokens after which a grammar is compiled again. Requests that use it then continue with the old
+process."""
 
 
 class Thinking(Enum):
-    """Whether the text may begin with a `<think>` block, to which no grammar applies."""
+    """Whether the text may begin with a `<think>` block, to which the grammar does not apply."""
 
     NONE = auto()
     MAY_OPEN = auto()
     OPEN = auto()
-    """The prompt ends in it."""
+    """The prompt ends inside the block."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Guide:
-    """What one request's sequences may generate; implements `api.Guide`."""
+    """The constraint on one request's sequences; implements `api.Guide`."""
 
     compiled: GrammarProcess
     thinking: Thinking
@@ -70,11 +71,11 @@ class GuideState:
     def __init__(self, guide: Guide):
         self._guide = guide
         self._number: int | None = None
-        """In its grammar's process, from its first token in the grammar on."""
+        """Its number in the grammar's process, from its first token in the grammar on."""
         self.error: GuideError | None = None
         self.ready = True
         self.following: bytes | None = None
-        """Never known: each token decides."""
+        """Always None: each token decides the next mask."""
         self.mask = guide.compiled.mask
         self.ahead = Ahead()
         self._phase = _Phase.GRAMMAR
@@ -101,7 +102,8 @@ class GuideState:
         guide.compiled.advance(step, self)
 
     def _is_of_grammar(self, token: int) -> bool:
-        """Whether the sequence's next token is none that belongs to a think block."""
+        """Returns whether the sequence's next token belongs to the grammar, not to a think
+        block."""
         think = self._guide.vocabulary.think
         if self._phase is _Phase.GRAMMAR:
             return True
@@ -117,7 +119,8 @@ class GuideState:
         return True
 
     def _thought_ahead(self, drafts: Sequence[int]) -> Ahead:
-        """Inside of a think block. What closes it is never a draft: the grammar follows it."""
+        """Returns the drafts inside a think block. The closing marker is never a draft, because the
+        grammar follows it."""
         think = self._guide.vocabulary.think
         assert think is not None
         inside = tuple(itertools.takewhile(lambda draft: draft != think.closes, drafts))
@@ -129,7 +132,7 @@ class GuideState:
     def finish(self, mask: bytes, error: GuideError | None, ahead: Ahead) -> None:
         """Called on another thread."""
         self.mask, self.error, self.ahead = mask, error, ahead
-        self.ready = True  # the last: from then on the other thread reads them
+        self.ready = True  # last: from here on the other thread reads the fields
 
     def __del__(self) -> None:
         if self._number is not None:
@@ -137,10 +140,10 @@ class GuideState:
 
 
 class _Key(NamedTuple):
-    """Of a compiled grammar."""
+    """Key of a compiled grammar."""
 
     tenant: str
-    """Whose it is; empty: everybody's."""
+    """The tenant that owns it; empty: shared by all."""
     grammar: Grammar
 
 
@@ -149,11 +152,11 @@ class _Making(NamedTuple):
 
     task: asyncio.Task[GrammarProcess]
     waiting: set[object]
-    """Those who need it."""
+    """Requests that wait for it."""
 
 
 class Guides:
-    """Compiles grammars for one tokenizer and keeps the last ones. Used on the event loop."""
+    """Compiles grammars for one tokenizer, and keeps recent ones. Used on the event loop."""
 
     def __init__(
         self,
@@ -164,8 +167,8 @@ class Guides:
         limits: CompileLimits | None = None,
         think_markers: tuple[str, str] = THINK_MARKERS,
     ):
-        """`isolated`: no tenant gets what was compiled for another one. `think_markers`: what opens
-        and closes reasoning, to which no grammar applies."""
+        """`isolated`: tenants do not share compiled grammars. `think_markers`: markers around
+        reasoning, to which no grammar applies."""
         self._vocabulary = vocabulary_of(tokenizer, think_markers)
         self._compiler = Compiler(tokenizer, self._vocabulary, metrics, limits or CompileLimits())
         self._isolated = isolated
@@ -178,8 +181,8 @@ class Guides:
         """Returns a guide for a grammar of `grammars`.
 
         Raises:
-          GrammarError: it is not valid, not supported, too large, or takes too much to compile.
-          GrammarsBusy: it could not be compiled now.
+          GrammarError: the grammar is invalid, unsupported, too large, or too expensive to compile.
+          GrammarsBusy: the grammar could not be compiled now.
         """
         if len(grammar.text) > MAX_SOURCE:
             raise GrammarError(f"it has {len(grammar.text)} characters, the most are {MAX_SOURCE}")
@@ -200,13 +203,13 @@ class Guides:
         return Guide(compiled=compiled, thinking=thinking, vocabulary=self._vocabulary)
 
     def close(self) -> None:
-        """End the processes of all grammars."""
+        """Ends the processes of all grammars."""
         self._cache.clear()
         self._compiler.close()
 
     async def _compiled_anew(self, key: _Key, tenant: str) -> GrammarProcess:
-        """Those who ask for the same grammar meanwhile get the same. Once none of them needs it
-        any more, it is given up."""
+        """Compiles a grammar. Requests that ask for the same grammar meanwhile share the
+        compilation. It is cancelled when none of them needs it any more."""
         making, waiter = self._make(key, tenant), object()
         making.waiting.add(waiter)
         try:
@@ -232,8 +235,9 @@ class Guides:
         return await self._compiler.compile(key.grammar, tenant)
 
     def _evict(self, at_least: int = 0) -> bool:
-        """Keep one grammar less: what was used longest ago of the tenant that has most in memory,
-        if those are `at_least` so many. Nobody loses one to a tenant that has more."""
+        """Drops one grammar: the least recently used one of the tenant with the most in memory, if
+        that tenant has `at_least` that many. So no tenant loses a grammar to a tenant that has
+        more."""
         tenants = {process.tenant for process in self._cache.values()}
         held = {tenant: self._compiler.held_by(tenant) for tenant in tenants}
         most = max(held.values(), default=0)

@@ -1,4 +1,4 @@
-"""What the grammar server is asked for: grammars in their processes, and orders to these."""
+"""Orders to the grammar server, and the objects that represent its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.grammar_server.wire import Cause, Drop, End, Grammar
 
 
 class ProcessEnded(Exception):
-    """A grammar's process ended before its first mask was there."""
+    """A grammar's process ended before its first mask was computed."""
 
     def __init__(self, cause: Cause):
         super().__init__(cause)
@@ -20,22 +20,23 @@ class ProcessEnded(Exception):
 
 
 class NotCompiled(Exception):
-    """A fault of the grammar, in llguidance's words."""
+    """The grammar is at fault. The message is llguidance's."""
 
 
 class Waiting(Protocol):
-    """A sequence that needs a mask."""
+    """A sequence that waits for a mask."""
 
     @property
     def ready(self) -> bool: ...
     def finish(self, mask: bytes, error: GuideError | None, ahead: Ahead) -> None:
-        """Reports that the mask is known, or that the sequence cannot go on. Called on the thread
-        that reads the grammar server's results."""
+        """Reports that the mask is known, or that the sequence cannot continue. Called on the
+        thread that reads the grammar server's results."""
         ...
 
 
 class GrammarServer(Protocol):
-    """What a grammar's process needs of the server that runs it; `processes.Processes` is it."""
+    """The methods of the grammar server that a grammar's process uses; implemented by
+    `processes.Processes`."""
 
     def order(self, order: Order | None) -> None: ...
     def wait_for(self, waiting: Waiting, timeout: float) -> bool: ...
@@ -43,35 +44,35 @@ class GrammarServer(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class GrammarProcess:
-    """A grammar in its process, which ends when nothing refers to this object any more. What its
-    sequences share are the states that llguidance has found, and the limit of these: what many
-    have followed has no room left for the next one."""
+    """A grammar in its process, which ends when nothing refers to this object any more. Its
+    sequences share llguidance's states and the limit on them. After many tokens, no room is left
+    for further sequences."""
 
     server: GrammarServer
     number: int
     mask: bytes
-    """Of the first token."""
+    """Mask of the first token."""
     tenant: str
-    """For whom it was compiled."""
+    """The tenant it was compiled for."""
     size: int
-    """Bytes of memory that compiling took."""
+    """Bytes of memory that the compilation took."""
     num_tokens: int = 0
-    """Those of all sequences that followed it."""
+    """Tokens of all sequences that followed it."""
     at_limit: bool = False
-    """It is of no use to new sequences: one has met a limit, or the process has ended."""
+    """Whether new sequences cannot use it: one has met a limit, or the process has ended."""
 
     def advance(self, step: MaskStep, waiting: Waiting) -> None:
-        """Ask for the mask after these tokens. A sequence's number is new to the process with its
-        first token. Returns at once."""
+        """Requests the mask after these tokens. The first tokens of a sequence make its number
+        known to the process. Returns at once."""
         self.num_tokens += len(step.tokens)
         self.server.order(MaskOrder(self, step, waiting))
 
     def wait_for(self, waiting: Waiting, timeout: float) -> bool:
-        """Waits up to `timeout` seconds for the sequence's mask; returns whether it is there."""
+        """Waits up to `timeout` seconds for the sequence's mask. Returns whether it is ready."""
         return self.server.wait_for(waiting, timeout)
 
     def drop(self, sequence: int) -> None:
-        """Forgets a sequence that has ended."""
+        """Drops a sequence that has ended."""
         self.server.order(Drop(self.number, [sequence]))
 
     def __del__(self) -> None:
@@ -79,7 +80,7 @@ class GrammarProcess:
 
 
 class MaskStep(NamedTuple):
-    """More tokens of a sequence; see `api.GuideState.advance`."""
+    """New tokens of a sequence; see `api.GuideState.advance`."""
 
     sequence: int
     tokens: list[int]
@@ -88,7 +89,7 @@ class MaskStep(NamedTuple):
 
 
 class MaskOrder(NamedTuple):
-    """The mask after more tokens of a sequence."""
+    """A request for the mask after new tokens of a sequence."""
 
     process: GrammarProcess
     step: MaskStep
@@ -96,19 +97,19 @@ class MaskOrder(NamedTuple):
 
 
 class CompileOrder(NamedTuple):
-    """A grammar to compile, in a process of its own."""
+    """A request to compile a grammar in its own process."""
 
     number: int
     grammar: Grammar
     seconds: float
-    """Of processor time, at most."""
+    """The limit of CPU time."""
     niceness: int
     tenant: str
     made: Future[GrammarProcess]
 
     def fail(self, error: Exception) -> None:
-        """Reports that there will be no process."""
-        with suppress(InvalidStateError):  # nobody waits for it any more
+        """Reports that the process will not exist."""
+        with suppress(InvalidStateError):  # the request was cancelled
             self.made.set_exception(error)
 
 

@@ -1,4 +1,4 @@
-"""The server's end of the grammar server: processes that compile grammars and compute masks."""
+"""The client of the grammar server: processes that compile grammars and compute masks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from jaxserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 NUM_SLOTS = 2048
-"""Masks that are computed at a time; further ones wait."""
+"""The most masks that are computed at one time. Further ones wait."""
 
 _FAILED = GuideError("the mask could not be computed", FinishReason.ERROR)
 _NOTHING = Ahead()
@@ -71,15 +71,17 @@ _AT_LIMIT = {
 
 
 class Processes:
-    """A running grammar server. Once `ended` it stays so, and all its processes with it.
+    """A running grammar server. When it has `ended`, it never restarts, and all its processes have
+    ended too.
 
-    One thread writes what is asked, all that is at hand in one message; another one reads.
+    One thread writes orders, all available ones in one message. Another thread reads results.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, vocabulary: Vocabulary, limits: Limits, metrics: Metrics
     ):
-        """Returns before it is ready, which takes a second or two: what is asked of it waits."""
+        """Returns before the server is ready, which takes a second or two. Orders wait until
+        then."""
         self._metrics = metrics
         self._mask_bytes = -(-vocabulary.num_tokens // 32) * 4
         self._descriptor = os.memfd_create("masks")
@@ -87,12 +89,12 @@ class Processes:
         self._memory = mmap.mmap(self._descriptor, NUM_SLOTS * self._mask_bytes)
         self._free = list(range(NUM_SLOTS))
         self._starved = False
-        """Some orders wait for a slot."""
+        """Whether some orders wait for a slot."""
         self._numbers = itertools.count()
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # as `__del__` may put into it
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # `__del__` may put into it
         self._compiling: dict[int, tuple[CompileOrder, int]] = {}
         self._in_flight: dict[int, tuple[MaskOrder, list[int]]] = {}
-        """By its first slot: what was asked, and all of its slots."""
+        """Orders by their first slot, with all of their slots."""
         self._live: WeakValueDictionary[int, GrammarProcess] = WeakValueDictionary()
         self._done = threading.Condition()
         self.ended = False
@@ -103,31 +105,31 @@ class Processes:
             stdout=subprocess.PIPE,
             pass_fds=[self._descriptor],
             env=_environment(limits),
-            start_new_session=True,  # Ctrl-C is for the server alone
+            start_new_session=True,  # Ctrl-C must only reach this process
         )
         setup = partial(self._setup, tokenizer, vocabulary, limits)
         threading.Thread(target=self._send, args=(setup,), name="grammars out", daemon=True).start()
         threading.Thread(target=self._receive, name="grammars in", daemon=True).start()
 
     def __len__(self) -> int:
-        """Grammars that have a process and are in use, or compiled."""
+        """Returns the number of grammars that have a process and are in use or kept."""
         return len(self._live) + len(self._compiling)
 
     @property
     def pid(self) -> int:
-        """Id of the process that forks those of grammars."""
+        """Id of the process that forks the grammar processes."""
         return self._server.pid
 
     def held_by(self, tenant: str) -> int:
-        """Grammars that were compiled for the tenant and are in use, or kept."""
+        """Returns the number of grammars compiled for the tenant that are in use or kept."""
         return sum(process.tenant == tenant for process in list(self._live.values()))
 
     def compile(
         self, grammar: Grammar, seconds: float, niceness: int, tenant: str
     ) -> Future[GrammarProcess]:
-        """Compiles a grammar in a process of its own, with so many seconds of processor time.
+        """Compiles a grammar in its own process with this limit of CPU seconds.
 
-        The future fails with NotCompiled or ProcessEnded; to cancel it ends the process.
+        The future fails with NotCompiled or ProcessEnded. Cancelling it ends the process.
         """
         number = next(self._numbers)
         made: Future[GrammarProcess] = Future()
@@ -141,7 +143,7 @@ class Processes:
         return made
 
     def order(self, order: Order | None) -> None:
-        """For any thread, and for `__del__`."""
+        """Queues an order. Callable from any thread and from `__del__`."""
         self._orders.put(order)
         if self.ended:
             self._fail_all()
@@ -152,7 +154,7 @@ class Processes:
             return self._done.wait_for(lambda: waiting.ready, timeout)
 
     def close(self) -> None:
-        """End the grammar server and all its processes; returns at once."""
+        """Ends the grammar server and all its processes. Returns at once."""
         self._closing = True
         self.order(None)
 
@@ -176,7 +178,7 @@ class Processes:
             write(pipe, frame(setup()))
             while not (self._closing or self.ended):
                 write(pipe, self._next(waiting))
-        except OSError:  # it has ended, which the other thread tells
+        except OSError:  # the server has ended; the reading thread reports it
             pass
         except Exception:
             log.exception("structured output: the grammar process takes no requests")
@@ -186,8 +188,8 @@ class Processes:
             self._server.stdin.close()
 
     def _next(self, waiting: deque[CompileOrder | MaskOrder]) -> bytes:
-        """Waits for orders; the messages for all that are at hand and have a slot. Nothing of them
-        is left in a variable meanwhile: it would keep a grammar's process."""
+        """Waits for orders. Returns the messages of all available orders that have a slot. It keeps
+        no order in a variable while it waits, because that would keep a grammar's process alive."""
         others: list[Drop | End] = []
         for order in self._at_hand():
             if isinstance(order, Drop | End):
@@ -197,7 +199,7 @@ class Processes:
         return b"".join(map(frame, [*self._placed(waiting), *others]))
 
     def _at_hand(self) -> list[Order | None]:
-        """Waits for an order, and takes all that have come by then."""
+        """Waits for an order. Returns all orders that are available by then."""
         orders = [self._orders.get()]
         with suppress(Empty):
             while True:
@@ -205,10 +207,10 @@ class Processes:
         return orders
 
     def _placed(self, waiting: deque[CompileOrder | MaskOrder]) -> list[Start | Advance]:
-        """Those that get a slot now, as messages. They leave the queue."""
+        """Returns messages for the orders that get a slot now, and removes those from the queue."""
         starts: list[Start] = []
         jobs: list[Job] = []
-        self._starved = True  # before the look: a slot that gets free after it is told of
+        self._starved = True  # set first, so that a slot freed after the check is reported
         while waiting and len(self._free) >= _slots_of(waiting[0]):
             order = waiting.popleft()
             slots = [self._free.pop() for _ in range(_slots_of(order))]
@@ -251,7 +253,7 @@ class Processes:
         if not self._closing:
             log.error("the process that grammars are compiled in has ended with status %d", status)
         self._fail_all()
-        self._orders.put(None)  # so that the other thread sees it
+        self._orders.put(None)  # wakes the writing thread
         self._memory.close()
         os.close(self._descriptor)
 
@@ -301,11 +303,11 @@ class Processes:
             size=report.size,
         )
         self._live[order.number] = process
-        with suppress(InvalidStateError):  # nobody waits for it any more
+        with suppress(InvalidStateError):  # the request was cancelled
             order.made.set_result(process)
 
     def _end(self, number: int, cause: Cause) -> None:
-        """A process is gone, for whatever reason."""
+        """Handles the end of a process, for whatever reason."""
         if cause is not Cause.OTHER:
             self._metrics.count_grammar_limit(cause)
         process = self._live.get(number)
@@ -321,7 +323,7 @@ class Processes:
                 self._finish(slot, b"", error)
 
     def _fail_all(self) -> None:
-        """Once it has ended: nothing that was asked of it will ever come. For any thread."""
+        """Fails all orders after the server has ended. Callable from any thread."""
         for process in list(self._live.values()):
             process.at_limit = True
         with suppress(Empty):
@@ -350,6 +352,6 @@ def _environment(limits: Limits) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TOKENIZERS_PARALLELISM": "false",  # no threads: it forks
+        "TOKENIZERS_PARALLELISM": "false",  # no threads, because the process forks
         "RUST_MIN_STACK": str(limits.stack_bytes),
     }

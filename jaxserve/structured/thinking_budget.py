@@ -1,4 +1,4 @@
-"""A limit of what a sequence thinks, as a guide around the one that it follows, if any."""
+"""A limit on a sequence's reasoning tokens, as a guide around its other guide, if any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.tokenizer import Tokenizer
 
 
 class ThinkingBudget:
-    """Implements `api.Guide`: after so many tokens in a think block the next one is `</think>`."""
+    """Implements `api.Guide`. After `most_tokens` tokens in a think block it forces `</think>`."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class ThinkingBudget:
         inner: Guide | None = None,
         think_markers: tuple[str, str] = THINK_MARKERS,
     ):
-        """The prompt may end inside of a block. The tokenizer must have their markers."""
+        """The prompt may end inside a block. The tokenizer must have tokens for both markers."""
         self.most_tokens, self.inner = most_tokens, inner
         self.opens, self.closes = (tokenizer.markers[marker] for marker in think_markers)
         markers = [token for token in prompt if token in (self.opens, self.closes)]
@@ -40,7 +40,7 @@ class ThinkingBudgetState:
     def __init__(self, guide: ThinkingBudget, inner: GuideState | None):
         self._guide, self._inner = guide, inner
         self._left: int | None = guide.most_tokens if guide.opened else None
-        """Tokens that the block may still have; None: outside of one."""
+        """Tokens that the block may still have; None: outside of a block."""
 
     @property
     def ready(self) -> bool:
@@ -49,12 +49,13 @@ class ThinkingBudgetState:
     @property
     def mask(self) -> bytes:
         if self._left == 0:
-            return self._guide.end  # a guide inside allows it at any point of a think block
+            return self._guide.end  # the inner guide allows this token anywhere in a think block
         return self._guide.anything if self._inner is None else self._inner.mask
 
     @property
     def following(self) -> bytes | None:
-        """The next token may be the block's last one, or open one that may have none."""
+        """None where the next token may be the last of the block, or may open a block without
+        budget."""
         if self._left == 1 or (self._left is None and not self._guide.most_tokens):
             return None
         return self._guide.anything if self._inner is None else self._inner.following
@@ -65,7 +66,7 @@ class ThinkingBudgetState:
 
     @property
     def ahead(self) -> Ahead:
-        """Of the guide inside, outside of think blocks: in them the budget may end."""
+        """The inner guide's drafts outside of think blocks. Inside, the budget may end."""
         if self._left is not None or self._inner is None:
             return Ahead()
         ahead = self._inner.ahead

@@ -1,4 +1,4 @@
-"""Turns at something scarce, fairly among tenants."""
+"""Turns at a scarce resource, fair to tenants."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """So many at a time, of one tenant all but one: whoever comes next need not wait for those of
-    one who asks for much. Those that wait get theirs tenant by tenant. Used on the event loop."""
+    """A number of turns at a time. One tenant gets at most all but one, so that the next tenant
+    need not wait for it. Waiting requests get turns tenant by tenant. Used on the event loop."""
 
     def __init__(self, most: int):
         self._free = most
@@ -20,18 +20,19 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that wait to be compiled."""
+        """Number of grammars that wait to be compiled."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def turn(self, tenant: str, patience: float) -> AsyncGenerator[None]:
-        """Holds a turn for the block. Raises TimeoutError after `patience` seconds without one."""
+        """Holds a turn during the block. Raises TimeoutError after `patience` seconds without
+        one."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(future)
         self._give()
         try:
             async with asyncio.timeout(patience):
-                await asyncio.shield(future)  # only here it is known who has left
+                await asyncio.shield(future)  # the code below must see who has left
         except BaseException:
             self._forget(tenant, future)
             if future.done():
@@ -45,11 +46,11 @@ class Turns:
     def _take_back(self, tenant: str) -> None:
         self._free += 1
         self._taken[tenant] -= 1
-        self._taken += Counter()  # without those that have none
+        self._taken += Counter()  # removes entries of zero
         self._give()
 
     def _give(self) -> None:
-        """Turns that are free to those that may have them."""
+        """Gives free turns to waiting requests."""
         for tenant in list(self._waiting):
             if self._free and self._taken[tenant] < self._most_of_one:
                 future = self._waiting[tenant].popleft()
@@ -60,7 +61,7 @@ class Turns:
                 future.set_result(None)
 
     def _forget(self, tenant: str, future: asyncio.Future[None]) -> None:
-        """It does not wait any more."""
+        """Removes a request that no longer waits."""
         queue = self._waiting.get(tenant, deque())
         if future in queue:
             queue.remove(future)

@@ -1,4 +1,4 @@
-"""What masks must know of a tokenizer: how many tokens, which end a text, and think markers."""
+"""The facts about a tokenizer that masks need: number of tokens, end tokens, think markers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jaxserve.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Think:
-    """Tokens and masks around a think block."""
+    """The tokens of think markers, and the mask inside a block."""
 
     opens: int
     closes: int
     inside: bytes
-    """All tokens but those that would end the sequence."""
+    """Allows all tokens except those that would end the sequence."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Vocabulary:
-    """Tokens of a model, with one more where it has none that ends a text."""
+    """The tokens of a model, with an additional end token if the model has none."""
 
     num_tokens: int
     end_token_ids: frozenset[int]
     think: Think | None
-    """None: the model has no such markers."""
+    """None: the model has no think markers."""
 
 
 THINK_MARKERS = ("<think>", "</think>")
@@ -35,7 +35,7 @@ THINK_MARKERS = ("<think>", "</think>")
 def vocabulary_of(
     tokenizer: Tokenizer, think_markers: tuple[str, str] = THINK_MARKERS
 ) -> Vocabulary:
-    """Returns the tokenizer's vocabulary; without end tokens it gets one more token that ends."""
+    """Returns the tokenizer's vocabulary, with an additional end token if it has none."""
     num_tokens, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
     if not ends:
         num_tokens, ends = num_tokens + 1, frozenset([num_tokens])

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the contract, a Hugging Face tokenizer, a byte-level stand-in."""
+"""Text to token ids and back: the interface, a Hugging Face tokenizer, a byte-level stand-in."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. Methods may be called from any thread."""
+    """The interface of tokenizers. Any thread may call the methods."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids with a text are below this; a model may have more rows."""
+        """Ids with a text are below this. A model's embedding may have more rows."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that text leaves out by default: `<|im_end|>` is one, `<think>` is not."""
+        """Tokens that text omits by default: `<|im_end|>` is one, `<think>` is not."""
         ...
 
     @property
@@ -48,12 +48,12 @@ class Tokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source."""
+        """Jinja source of the chat template."""
         ...
 
     @property
     def template_tokens(self) -> Mapping[str, str]:
-        """Markers that the template knows by their roles: `bos_token`, `eos_token`."""
+        """Markers by their role in templates: `bos_token`, `eos_token`."""
         ...
 
     def encode(
@@ -64,29 +64,32 @@ class Tokenizer(Protocol):
         *,
         prefix: bool = True,
     ) -> list[int]:
-        """A marker spelled in the text becomes its token, except where `breaker` splits it.
+        """Encodes a text. The spelling of a marker becomes its token, unless `breaker` splits it.
 
-        With `prefix` the tokens that begin every prompt of the model come first, unless the text
-        begins with them: Llama's `<|begin_of_text|>`.
-
-        `breaker` is a character that the caller put into text which must not be read as markers;
-        it is taken out before the text around it is encoded. `progress` is called now and then,
-        with the number of tokens so far, and may raise to end it.
+        Args:
+          breaker: a character that the caller inserted into client text, so that it contains no
+            markers. It is removed before encoding.
+          progress: called periodically with the number of tokens so far. It may raise to stop.
+          prefix: whether to prepend the tokens that begin every prompt of the model, such as
+            Llama's
+            `<|begin_of_text|>`, unless the text begins with them.
         """
         ...
 
     def encode_part(self, text: str) -> list[int]:
-        """Of what stands in the middle of a text: nothing is put before it."""
+        """Encodes text from the middle of a text, without a prefix."""
         ...
 
     def for_tenant(self, tenant: str) -> Tokenizer:
-        """The same; how long it takes depends on texts of this tenant alone."""
+        """Returns the same tokenizer. Its caches, and so its times, depend on this tenant's texts
+        only."""
         ...
 
     def spell(self, text: str) -> list[int]:
-        """Tokens whose bytes are exactly those of the text: none is a marker."""
+        """Returns tokens whose bytes are exactly those of the text. None of them is a marker."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 of one token, perhaps a part of a character; empty for ids it does not know."""
+        """Returns the UTF-8 bytes of a token, perhaps part of a character; empty for unknown
+        ids."""
         ...

@@ -17,7 +17,8 @@ PLAIN_CHAT_TEMPLATE = """\
 
 
 class ByteTokenizer:
-    """Token id = byte value; ids from 256 up have no text. No markers and no end of sequence."""
+    """A token id is a byte value. Ids from 256 on have no text. No markers and no end of
+    sequence."""
 
     vocab_size = 256
     markers: Mapping[str, int] = {}
@@ -37,7 +38,7 @@ class ByteTokenizer:
         *,
         prefix: bool = True,
     ) -> list[int]:
-        del prefix  # there is none
+        del prefix  # this tokenizer has no prefix
         return list((text.replace(breaker, "") if breaker else text).encode())
 
     def encode_part(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Chat messages to one prompt text, by the model's Jinja template, in a sandbox."""
+"""Renders chat messages to one prompt text with the model's Jinja template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ MAX_SECONDS = 2.0
 MAX_CHARS = 64 * 1024 * 1024
 
 _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Unicode noncharacters, which are reserved for a program's own use. One of them is never in the
-text."""
+"""Unicode noncharacters, reserved for a program's own use. One that is not in the text is used."""
 
 
 class TemplateError(ValueError):
@@ -41,8 +40,8 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """One model's template.
 
-    `markers`: spellings that client text must not produce. `defaults`: variables of requests that
-    do not set them. `tokens`: markers that templates know by their roles, such as `bos_token`.
+    `markers`: spellings that client text must not produce. `defaults`: variables for requests that
+      do not set them. `tokens`: markers by their role in templates, such as `bos_token`.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class ChatTemplate:
 
         Args:
           messages: as Hugging Face templates expect them; `content` is a string.
-          continue_final: end the text where the last message's content ends.
-          variables: scalars; strings in them count as client text, too.
+          continue_final: end the text at the end of the last message's content.
+          variables: scalars. Strings in them count as client text, too.
 
         Raises:
           TemplateError: the template refuses the messages, fails, takes too long or makes too
@@ -141,8 +140,8 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with fast paths for the fields of messages and loops, with the same results as
-    its own attribute checks."""
+    """The sandbox with fast paths for fields of messages and loops. The results are those of its
+    own attribute checks."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -159,8 +158,8 @@ _LOOP_FIELDS = frozenset({"index", "index0", "first", "last", "length", "previte
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns the environment of transformers' `apply_chat_template`, on which published templates
-    rely."""
+    """Returns the environment of transformers' `apply_chat_template`, which published templates
+    rely on."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -175,7 +174,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Differs from Jinja's own filter: no HTML escapes, and characters are kept."""
+    """Differs from Jinja's own filter: it does not escape HTML or non-ASCII characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,5 +1,5 @@
-"""A BPE tokenizer read from the files that Hugging Face models ship: byte-level, or SentencePiece's
-with byte fallback."""
+"""A BPE tokenizer from the files of Hugging Face models: byte-level, or SentencePiece with byte
+fallback."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from jaxserve.tokenizer.spelling import merge, spelling_of
 
 CACHE_MIN_CHARS = 256
 CACHE_TOTAL_CHARS = 4 * 1024 * 1024
-"""Bound on the text kept with its ids: under 32 MiB in all."""
+"""Limit on the text that is cached with its ids: under 32 MiB in total."""
 
 
 class HfTokenizer:
-    """`tokenizers` does the merges; markers are split off and put back here.
+    """The library `tokenizers` does the merges. This class splits off the markers and adds them
+    back.
 
-    That way a marker's spelling in a user's text can be encoded as plain text, which the library
-    offers only for the markers flagged `special`, and decoding costs one table look-up per token.
+    So a marker's spelling in a user's text can be encoded as plain text; the library offers that
+    only for markers flagged `special`. And decoding costs one table look-up per token.
     """
 
     def __init__(
@@ -62,14 +63,15 @@ class HfTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> HfTokenizer:
-        """Read tokenizer.json and, where present, the configs and the template beside it.
+        """Reads tokenizer.json and, if present, the configs and the template beside it.
 
-        ConfigError: one of them cannot be read, or asks for what would be encoded wrongly.
+        Raises:
+          ConfigError: a file cannot be read, or needs a feature that would be encoded wrongly.
         """
         file = folder / "tokenizer.json"
         try:
             full = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises no other type
+        except Exception as error:  # the library raises only this type
             raise ConfigError(f"{file}: cannot be read: {error}") from None
         _check_ids(file, full)
         config, generation = (
@@ -84,7 +86,7 @@ class HfTokenizer:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the texts that it has seen."""
+        """Pickles the tokenizer without its cached texts."""
         made = partial(
             HfTokenizer,
             eos_token_ids=self.eos_token_ids,
@@ -117,7 +119,7 @@ class HfTokenizer:
                     plain, spelling.first if position == 0 else spelling.later, ids, progress
                 )
                 progress(len(ids))
-        if not prefix or ids[: len(self._prefix)] == self._prefix:  # a template writes it itself
+        if not prefix or ids[: len(self._prefix)] == self._prefix:  # the template wrote the prefix
             return ids
         return self._prefix + ids
 
@@ -141,11 +143,12 @@ class HfTokenizer:
     def _encode_plain(
         self, text: str, at_start: tokenizers.Tokenizer, ids: list[int], progress: Progress
     ) -> None:
-        """Adds the text's to `ids`; `at_start` is for its beginning."""
+        """Appends the text's ids to `ids`. `at_start`: the tokenizer for the beginning of the
+        text."""
         if len(text) < CACHE_MIN_CHARS:
             ids.extend(merge(at_start, text))
             return
-        # A text at the beginning of everything may have other tokens than elsewhere.
+        # At the beginning of everything, a text may have other tokens than elsewhere.
         owner = self._tenant if at_start is self._spelling.later else f"{self._tenant} first"
         if (kept := self._cache.get(owner, text)) is not None:
             ids.extend(kept)
@@ -160,10 +163,10 @@ class HfTokenizer:
 
 
 class _SegmentCache:
-    """Ids of the long texts seen last: the earlier turns of a chat, a shared system prompt.
+    """Ids of the long texts seen last, such as earlier turns of a chat or a shared system prompt.
 
-    In a prefix hit of 16,000 tokens encoding would otherwise be the longest part (25 ms). A tenant
-    finds its own texts only.
+    Without it, encoding would be the longest part of a prefix hit of 16,000 tokens (25 ms). A
+    tenant finds only its own texts.
     """
 
     def __init__(self) -> None:
@@ -199,8 +202,8 @@ class _Added(msgspec.Struct):
 
 
 def _check_ids(file: Path, full: tokenizers.Tokenizer) -> None:
-    """The library numbers added tokens as it likes where the file's numbers leave gaps: the model
-    would read others than it was trained with. ConfigError names the first."""
+    """Checks the ids of added tokens. If they leave gaps, the library renumbers them, and the model
+    would get other tokens than in its training. Raises ConfigError that names the first one."""
     try:
         listed = msgspec.json.decode(file.read_bytes(), type=_Added).added_tokens
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -224,9 +227,11 @@ def _check_supported(added: Mapping[int, Any]) -> None:
 
 
 def _prefix(full: tokenizers.Tokenizer) -> list[int]:
-    """What the post-processor puts before every text: Llama's `<|begin_of_text|>`.
+    """Returns the tokens that the post-processor prepends to every text, such as Llama's
+    `<|begin_of_text|>`.
 
-    ConfigError: it does more than that.
+    Raises:
+      ConfigError: the post-processor does anything else.
     """
     if not full.num_special_tokens_to_add(False):
         return []
@@ -241,7 +246,8 @@ def _prefix(full: tokenizers.Tokenizer) -> list[int]:
 def _eos_token_ids(
     full: tokenizers.Tokenizer, config: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> frozenset[int]:
-    """generation_config.json lists all that end a turn; the tokenizer's own config names one."""
+    """Returns the end tokens. generation_config.json lists all; the tokenizer's config names
+    one."""
     ids = generation.get("eos_token_id")
     if ids is not None:
         ids = [ids] if isinstance(ids, int) else ids
@@ -254,7 +260,8 @@ def _eos_token_ids(
 
 
 def _template_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Those that tokenizer_config.json names, by role; as text or as an object with `content`."""
+    """Returns the tokens in tokenizer_config.json by role. They are texts or objects with
+    `content`."""
     found: dict[str, str] = {}
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(role)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Incremental decoding. The texts of `push` and the last `flush`, joined, equal `decode` of all
-    tokens.
+    """Decodes incrementally. The texts of `push` and of the last `flush`, joined, equal `decode` of
+    all tokens.
 
     Bytes of an unfinished character wait for the next token. Only bytes that cannot become a
     character turn into U+FFFD.
@@ -26,7 +26,7 @@ class Detokenizer:
         skip_special: bool = True,
         shown: frozenset[int] = frozenset(),
     ):
-        """`shown`: tokens that are not left out, special as they may be."""
+        """`shown`: tokens to keep even if they are special."""
         self._token_bytes = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids - shown if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -51,7 +51,7 @@ def decode(tokenizer: Tokenizer, tokens: Iterable[int], *, skip_special: bool = 
 class StopStrings:
     """Cuts a text where the first stop string is complete, however the text is split.
 
-    Of several stop strings that end at the same character the longest counts. Text that may be the
+    If several stop strings end at the same character, the longest one counts. Text that may be the
     beginning of a stop string is held back.
     """
 
@@ -82,7 +82,7 @@ class StopStrings:
         return bool(self._held)
 
     def flush(self) -> str:
-        """Returns the text that was held back, when no more text follows."""
+        """Returns the held text at the end of the output."""
         held, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.state = 0
@@ -90,8 +90,8 @@ class StopStrings:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt matching. `state`: length of the longest prefix of the pattern that ends
-    the text so far."""
+    """Knuth-Morris-Pratt matching. `state`: length of the longest prefix of the pattern at the end
+    of the text so far."""
 
     def __init__(self, pattern: str):
         self.pattern = pattern

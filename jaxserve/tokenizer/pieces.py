@@ -1,4 +1,4 @@
-"""Long texts in pieces that have the same tokens one by one as together."""
+"""Splits long texts into pieces whose separate encodings join to the encoding of the whole."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import unicodedata
 from collections.abc import Callable, Iterator
 
 type Progress = Callable[[int], object]
-"""Called with the number of tokens so far; raises to stop."""
+"""Called with the number of tokens so far. Raises to stop."""
 
 
 def nothing(_tokens: int) -> None:
-    """No progress is of interest."""
+    """Ignores the progress."""
 
 
 PIECE_CHARS = 64 * 1024
-"""Encoded by one call of the library, which cannot be interrupted: some 40 ms."""
+"""Characters per call of the library, which cannot be interrupted: about 40 ms."""
 MAX_PIECE_CHARS = 8 * PIECE_CHARS
-"""A longer run in which no place to cut is found is cut anyway, between two tokens perhaps other
-than those of the whole: no word is so long."""
+"""A longer run without a place to cut is cut anyway. Its tokens may then differ from those of the
+whole. No word is this long."""
 
 _CONTEXT = 64
 _MAX_LOOKS = 256
 _WORD_END = re.compile(r"[^\W_](?=[\x00-/:-@\[-`{-\x7f])")
-"""Before an ASCII character that is no letter and no digit. What comes next joins no character
-before it when the text is normalised."""
+"""A letter or digit before an ASCII character that is neither. Normalisation never joins that
+character with the one before it."""
 
 
 type Split = Callable[[str], list[tuple[str, tuple[int, int]]]]
-"""A pre-tokenizer's: the words of a text with their places."""
+"""A pre-tokenizer: returns the words of a text with their positions."""
 
 
 def pieces(text: str, split: Split) -> Iterator[str]:
-    """The text's parts, in order.
+    """Yields the parts of the text in order.
 
-    A cut is at the end of a word, where the pre-tokenizer cuts, too. It is asked about the
-    surroundings only: its patterns look no further.
+    Each cut is at the end of a word, where the pre-tokenizer also cuts. Only the surroundings of a
+    cut are checked, because the pre-tokenizer's patterns look no further.
     """
     start = 0
     while len(text) - start > 2 * PIECE_CHARS:
@@ -46,12 +46,12 @@ def pieces(text: str, split: Split) -> Iterator[str]:
 
 
 def _cut(text: str, first: int, last: int, split: Split) -> int:
-    """Where to, between the two places."""
+    """Returns the position of the cut, between `first` and `last`."""
     for look, found in enumerate(_WORD_END.finditer(text, first, last)):
         if look == _MAX_LOOKS:
             break
         if not unicodedata.is_normalized("NFC", found[0]):
-            continue  # it may become a letter and a mark
+            continue  # normalisation may split it into a letter and a mark
         begin = found.end() - _CONTEXT
         words = split(text[begin : found.end() + _CONTEXT])
         if any(place == _CONTEXT for _, (place, _) in words):

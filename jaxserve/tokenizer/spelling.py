@@ -1,4 +1,4 @@
-"""How a BPE tokenizer spells text in its vocabulary, and where words of a long text may be cut."""
+"""How a BPE vocabulary spells text, and where words of a long text may be cut."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from jaxserve.config import ConfigError
 from jaxserve.tokenizer.pieces import Split
 
 SPACE = "▁"
-"""SentencePiece's stand-in of a space, U+2581."""
+"""SentencePiece's character for a space, U+2581."""
 
 
 class Spelling(NamedTuple):
-    """The same model without its added tokens, for each place that a text may stand in."""
+    """The model without its added tokens, for each position of a text."""
 
     first: tokenizers.Tokenizer
-    """At the beginning of everything."""
+    """For text at the beginning of everything."""
     later: tokenizers.Tokenizer
-    """After a marker."""
+    """For text after a marker."""
     inner: tokenizers.Tokenizer
-    """In the middle of a text: nothing is put before it."""
+    """For text in the middle of a text, without a prefix."""
     exact: Callable[[str], list[int]]
-    """Tokens whose bytes are those of the text."""
+    """Returns tokens whose bytes are exactly those of the text."""
     token_bytes: Callable[[str], bytes]
-    """Of a token, by its spelling."""
+    """Returns the bytes of a token, given its spelling."""
     words: Split
-    """Words that no token of the text goes beyond."""
+    """Splits text into words that no token crosses."""
 
 
 def spelling_of(full: tokenizers.Tokenizer) -> Spelling:
-    """ConfigError: the files spell text in a way that is not known here, and in which."""
+    """Returns the spelling of a tokenizer. Raises ConfigError if its scheme is not supported."""
     if isinstance(full.decoder, decoders.ByteLevel):
         return _byte_level(full)
     if _turns_stand_ins_back(_state(full.decoder)):
@@ -48,23 +48,25 @@ def spelling_of(full: tokenizers.Tokenizer) -> Spelling:
 
 
 def merge(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Tokens of a text without markers."""
-    # The only call of the library that gives up the GIL: `encode` held it for all of its
-    # 147 ms on 369,000 characters, this one for 0.6 ms.
+    """Returns the tokens of a text without markers."""
+    # The only call of the library that releases the interpreter lock. On 369,000 characters,
+    # `encode`
+    # held the lock for all of its 147 ms; this call holds it for 0.6 ms.
     return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _byte_level(full: tokenizers.Tokenizer) -> Spelling:
-    """GPT-2's: a character for each byte, words by a regular expression."""
+    """GPT-2's scheme: a character for each byte, words by a regular expression."""
     plain = _plain(full, full.normalizer, full.pre_tokenizer)
-    # Without the normaliser, which makes other characters of some: Qwen3's is NFC.
+    # Without the normaliser, which changes some characters: Qwen3 has NFC.
     exact = _plain(full, None, full.pre_tokenizer)
     words = full.pre_tokenizer.pre_tokenize_str if full.pre_tokenizer else _one_word
     return Spelling(plain, plain, plain, partial(merge, exact), _of_byte_level, words)
 
 
 def _sentence_piece(full: tokenizers.Tokenizer) -> Spelling:
-    """SentencePiece's: ▁ for a space, one more before a text, `<0x0A>` for what has no token."""
+    """SentencePiece's scheme: ▁ for a space and before a text, `<0x0A>` for bytes without a
+    token."""
     problems = [
         *_problems_of_bytes(full),
         *(f"the normalizer is {kind}" for kind in _others(_state(full.normalizer), _NORMALIZERS)),
@@ -82,7 +84,7 @@ def _sentence_piece(full: tokenizers.Tokenizer) -> Spelling:
         inner = _plain(full, None, never)
     else:
         inner = _plain(full, normalizers.Replace(" ", SPACE), None)
-    # A normaliser puts a space before every text, that scheme only before the first.
+    # A normaliser prepends a space to every text; the other scheme only to the first text.
     prepends = any(each["type"] == "Prepend" for each in _flat(_state(full.normalizer)))
     later = inner if getattr(metaspace, "prepend_scheme", "") == "first" and not prepends else first
     vocabulary = full.get_vocab(False)
@@ -92,7 +94,7 @@ def _sentence_piece(full: tokenizers.Tokenizer) -> Spelling:
 
     def exact(text: str) -> list[int]:
         ids: list[int] = []
-        for index, part in enumerate(text.split(SPACE)):  # one that is there means no space
+        for index, part in enumerate(text.split(SPACE)):  # a ▁ in the text itself is not a space
             ids += stand_in if index else []
             ids += merge(inner, part) if part else []
         return ids
@@ -117,7 +119,7 @@ def _byte_token(byte: int) -> str:
 
 
 def _plain(full: tokenizers.Tokenizer, normalizer: Any, pre_tokenizer: Any) -> Any:
-    """The model, shared and not copied, without added tokens and what is put around a text."""
+    """Returns the model, shared and not copied, without added tokens and without a prefix."""
     plain = tokenizers.Tokenizer(full.model)
     if normalizer is not None:
         plain.normalizer = normalizer
@@ -127,12 +129,12 @@ def _plain(full: tokenizers.Tokenizer, normalizer: Any, pre_tokenizer: Any) -> A
 
 
 def _state(part: Any) -> Mapping[str, Any]:
-    """A part of the library's tokenizer as tokenizer.json has it."""
+    """Returns a part of the library's tokenizer in the format of tokenizer.json."""
     return {} if part is None else json.loads(part.__getstate__())
 
 
 def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The parts of a sequence."""
+    """Returns the parts of a sequence."""
     for inner in ("decoders", "normalizers", "pretokenizers"):
         if inner in state:
             return [part for each in state[inner] for part in _flat(each)]
@@ -144,7 +146,7 @@ def _kinds(part: Any) -> str:
 
 
 def _others(state: Mapping[str, Any], known: tuple[str, ...]) -> list[str]:
-    """Parts of other kinds, or that replace anything but spaces."""
+    """Returns parts of unsupported kinds, and parts that replace anything but spaces."""
     parts = _flat(state)
     return [each["type"] for each in parts if each["type"] not in known or not _of_spaces(each)]
 
@@ -156,8 +158,8 @@ def _of_spaces(part: Mapping[str, Any]) -> bool:
 
 
 def _turns_stand_ins_back(decoder: Mapping[str, Any]) -> bool:
-    """Whether a decoder makes spaces of ▁, and bytes of their tokens. That it takes the first
-    space of a text away is left out: a text that is generated goes on from a prompt."""
+    """Returns whether a decoder turns ▁ into spaces and byte tokens into bytes. It does not check
+    that the decoder drops the first space of a text, because generated text continues a prompt."""
     parts = _flat(decoder)
     kinds = {each["type"] for each in parts}
     replaces = [each for each in parts if each["type"] == "Replace"]
@@ -175,7 +177,7 @@ def _of_sentence_piece(spelling: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte, as every byte-level BPE vocabulary spells it."""
+    """Returns GPT-2's printable character for each byte, as in every byte-level BPE vocabulary."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -196,6 +198,6 @@ def _one_word(text: str) -> list[tuple[str, tuple[int, int]]]:
 
 
 def _words_before_spaces(text: str) -> list[tuple[str, tuple[int, int]]]:
-    """Each with the spaces before it."""
+    """Returns the words, each with the spaces before it."""
     starts = [0, *(i for i in range(1, len(text)) if text[i] == " " != text[i - 1]), len(text)]
     return [(text[start:end], (start, end)) for start, end in itertools.pairwise(starts)]

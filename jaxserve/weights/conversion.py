@@ -1,4 +1,4 @@
-"""The weights' part of `jaxserve convert`: from and to which format, quantised by which method."""
+"""Converts weights for `jaxserve convert`: source and target formats, and quantisation methods."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from jaxserve_checkpoints.orbax.writer import finished_step
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 
 _STAGED = ".converting"
-"""The folder of a conversion that Orbax is going to write."""
+"""Folder for the intermediate result of a conversion that Orbax will write."""
 
 _CALIBRATION_SEQUENCES, _CALIBRATION_TOKENS, _LEAST_TOKENS = 128, 512, 64
 
@@ -62,14 +62,14 @@ def convert_model(
     report: Report = lambda path, error: None,
     begin: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write the model's weights into `out` as the flags say. Returns the file, or Orbax's folder.
+    """Writes the model's weights into `out` as the flags say. Returns the file, or Orbax's folder.
 
     Args:
-      begin: called once flags and files are known to be valid, before anything is written.
+      begin: called when flags and files are valid, before anything is written.
 
     Raises:
-      ConfigError: the shapes do not allow the quantisation; the weights are converted already; a
-        calibration text is missing, too short or not asked for.
+      ConfigError: the shapes do not allow the quantisation; the weights are already converted; a
+        calibration text is missing, too short or not used.
       CheckpointError, OSError: see `jaxserve_checkpoints.convert`, and `exporting`.
     """
     if options.keep is not None and options.to != "orbax":
@@ -90,7 +90,8 @@ def convert_model(
 
 
 def _check_as_is(options: Options, native: NativeCheckpoint) -> None:
-    """Raise ConfigError if the flags ask to change weights that are the engine's own already."""
+    """Raises ConfigError if the flags would change weights that are already in the engine's
+    format."""
     if quantization(options).changes_anything or options.calibration is not None:
         raise ConfigError(f"{native.place} is converted already: quantise the original")
 
@@ -104,12 +105,12 @@ def _to_safetensors(
     report: Report,
     begin: Callable[[], None],
 ) -> Path:
-    """Tensors have Hugging Face's names. Weights that are quantised here are the engine's own
-    first, which a file in the folder holds; quantised ones of others stay as they are."""
+    """Writes tensors with Hugging Face's names. Weights to quantise are first converted to the
+    engine's format, in a file in the folder. Weights that others have quantised are copied."""
     made_from = {"digest": _digest_of(options, source)}
     found, staged = kept_safetensors(out, made_from), out / _STAGED
     if found is not None:
-        shutil.rmtree(staged, ignore_errors=True)  # of a conversion that was killed at its end
+        shutil.rmtree(staged, ignore_errors=True)  # left by a conversion that was killed at its end
         return found
     wanted = quantization(options)
     if wanted.changes_anything:
@@ -134,7 +135,7 @@ def _to_safetensors(
 
 
 def _encoded(source: ModelSource, wanted: Quantization) -> decoder.Params:
-    """Returns the shapes of weights after quantising, stacked."""
+    """Returns the shapes of the quantised weights, stacked."""
     plain = decoder.abstract(source.spec, np.float32, stacked=True)
     stored = open_stored_of(source, wanted)
     sources = resolve_rules(registry.rules(source.spec), plain, stored)
@@ -165,15 +166,15 @@ def _to_orbax(
     report: Report,
     begin: Callable[[], None],
 ) -> Path:
-    """A finished step of the same conversion is kept.
+    """Writes a step of an Orbax folder. Keeps a finished step of the same conversion.
 
-    Weights that are not quantised get the tree of `jaxserve.flax`; others stay the engine's own
-    tensors, which a file beside the steps holds until they are all there."""
+    Weights that are not quantised get the tree of `jaxserve.flax`. Quantised weights keep the
+    engine's own tensors. A file beside the steps holds those until they are complete."""
     step = (source.orbax.step.step if source.orbax else None) or 0
     made_from = _digest_of(options, source)
     found, staged = finished_step(out, step, made_from), out / _STAGED
     if found is not None:
-        shutil.rmtree(staged, ignore_errors=True)  # of a conversion that was killed at its end
+        shutil.rmtree(staged, ignore_errors=True)  # left by a conversion that was killed at its end
         return found
     wanted = quantization(options)
     plain = native is None and not wanted.changes_anything
@@ -194,7 +195,7 @@ def _to_orbax(
 
 
 def _digest_of(options: Options, source: ModelSource) -> str:
-    """Returns a digest of all that a step's content depends on."""
+    """Returns a digest of everything that the content of a step depends on."""
     assert source.folder is not None
     text = options.calibration
     content: list[Any] = [
@@ -208,7 +209,7 @@ def _digest_of(options: Options, source: ModelSource) -> str:
 
 
 def _dtype(options: Options) -> np.dtype[Any] | None:
-    """Returns the dtype that was asked for; None: each tensor's own."""
+    """Returns the requested dtype; None: each tensor keeps its own."""
     return None if options.dtype == "auto" else np.dtype(options.dtype)
 
 
@@ -253,7 +254,7 @@ def _calibration(options: Options, source: ModelSource) -> np.ndarray | None:
     text.
 
     Raises:
-      ConfigError: the text is missing although needed, given although not used, or too short.
+      ConfigError: the text is needed but missing, given but not used, or too short.
     """
     needed = options.quantization_method == "awq"
     if options.calibration is None and not needed:

@@ -1,4 +1,4 @@
-"""`jaxserve convert --to orbax` and `--to safetensors`, and back from Orbax to the engine's own."""
+"""`jaxserve convert --to orbax` and `--to safetensors`, and from Orbax to the engine's format."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from jaxserve_checkpoints.unpacked import (
 )
 
 type Named = Plain | UnpackedCheckpoint
-"""Tensors by Hugging Face's names."""
+"""A checkpoint of tensors with Hugging Face's names."""
 
 
 class Readable(Protocol):
-    """Tensors of a file that is to be written."""
+    """Tensors to write to a file."""
 
     @property
     def names(self) -> list[str]: ...
@@ -48,10 +48,10 @@ class Readable(Protocol):
 
 
 def open_named(options: Options, source: ModelSource, native: NativeCheckpoint | None) -> Named:
-    """Open weights that are not quantised by Hugging Face's names.
+    """Opens weights that are not quantised, by Hugging Face's names.
 
     Raises:
-      CheckpointError: they are quantised; see `open_stored_of`, `UnpackedCheckpoint`.
+      CheckpointError: the weights are quantised; see `open_stored_of`, `UnpackedCheckpoint`.
     """
     if native is not None:
         abstract = decoder.abstract(source.spec, np.float32, stacked=True)
@@ -69,7 +69,7 @@ def open_named(options: Options, source: ModelSource, native: NativeCheckpoint |
 def public_tensors(
     source: ModelSource, native: NativeCheckpoint, dtype: np.dtype[Any] | None
 ) -> PublicTensors:
-    """Returns the engine's own quantised weights as other servers read them, too.
+    """Returns the engine's own quantised weights in a format that other servers also read.
 
     Raises:
       CheckpointError: see PublicTensors.
@@ -80,10 +80,10 @@ def public_tensors(
 
 
 class Tensors:
-    """The tensors that the model uses, in order, read and cast one by one."""
+    """The tensors that the model uses, in order. They are read and cast one by one."""
 
     def __init__(self, named: Named, source: ModelSource, dtype: np.dtype[Any] | None):
-        """`dtype`: None keeps each tensor's own.
+        """`dtype`: None keeps the dtype of each tensor.
 
         Raises:
           CheckpointError: see `resolve_rules`.
@@ -99,7 +99,7 @@ class Tensors:
         return self._named.shape(name)
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Returns the dtype that a tensor is written in."""
+        """Returns the dtype in which a tensor is written."""
         return self._dtype or self._named.dtype(name)
 
     @property
@@ -116,10 +116,10 @@ class Tensors:
 
 
 def check_public(source: ModelSource, encoded: decoder.Params) -> None:
-    """Raise CheckpointError if no layout holds such weights.
+    """Raises CheckpointError if no public format can hold such weights.
 
     Args:
-      encoded: ShapeDtypeStructs after quantising, with stacked layers.
+      encoded: the quantised weights as ShapeDtypeStructs, with stacked layers.
     """
     assert source.folder is not None
     abstract = decoder.abstract(source.spec, np.float32, stacked=True)
@@ -128,10 +128,10 @@ def check_public(source: ModelSource, encoded: decoder.Params) -> None:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint that somebody else has quantised, as they are."""
+    """The tensors of a checkpoint in which another program has quantised the weights, unchanged."""
 
     def __init__(self, stored: QuantizedCheckpoint, dtype: np.dtype[Any] | None):
-        """`dtype` is that of tensors that are not quantised; None: as they are."""
+        """`dtype`: for tensors that are not quantised; None keeps each one's own."""
         self._checkpoint = stored.checkpoint
         self._cast = (
             set()
@@ -164,10 +164,10 @@ class StoredTensors:
 
 
 def kept_safetensors(out: Path, made_from: Mapping[str, Any]) -> Path | None:
-    """Returns the finished file of the same conversion, verified; None if there is none.
+    """Returns the finished and verified file of the same conversion; None if there is none.
 
     Raises:
-      CheckpointError: it is damaged, or another file.
+      CheckpointError: the file is damaged or comes from another conversion.
     """
     file = out / SINGLE_FILE
     if not file.exists():
@@ -184,10 +184,11 @@ def kept_safetensors(out: Path, made_from: Mapping[str, Any]) -> Path | None:
 
 
 def write_config(out: Path, config: Mapping[str, Any], quantization: Mapping[str, Any]) -> None:
-    """Write config.json, which says how the weights are quantised. OSError: it cannot be written.
+    """Writes config.json with the quantisation of the weights. Raises OSError if it cannot be
+    written.
 
     Args:
-      config: the model's, of which any other quantisation is left out.
+      config: the model's config; any other quantisation in it is left out.
     """
     kept = {name: value for name, value in config.items() if name not in _QUANTIZATION_KEYS}
     text = json.dumps(kept | {"quantization_config": quantization}, indent=2) + "\n"
@@ -204,7 +205,8 @@ _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 def write_safetensors(
     tensors: Readable, out: Path, made_from: Mapping[str, Any], progress: Progress
 ) -> Path:
-    """Write one file of Hugging Face's tensors; continues an interrupted call. Returns the file.
+    """Writes one file of tensors with Hugging Face's names. Continues an interrupted call. Returns
+    the file.
 
     Raises:
       CheckpointError, OSError: see NativeWriter.
@@ -223,7 +225,7 @@ def write_safetensors(
 
 
 class _Entry:
-    """What NativeWriter reads of a tensor."""
+    """The attributes of a tensor that NativeWriter reads."""
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]):
         self.shape, self.dtype = shape, dtype
@@ -237,9 +239,9 @@ def write_flax(
     made_from: str,
     progress: Progress,
 ) -> Path:
-    """Write a step with the tree of `jaxserve.flax`. Returns its folder.
+    """Writes a step with the tree of `jaxserve.flax`. Returns its folder.
 
-    The arrays are views of the source's files where nothing changes but the order of axes.
+    The arrays are views of the source's files if only the order of axes changes.
 
     Raises:
       CheckpointError, OSError: see `save_step`.
@@ -257,7 +259,7 @@ def write_flax(
                 place = place.setdefault(key, {})
             place[last] = array.T if transposed else array
             done += array.nbytes
-            progress(done // 2, total)  # Orbax writes the whole tree afterwards
+            progress(done // 2, total)  # afterwards Orbax writes the whole tree
         return nested
 
     folder = save_step(root, step, tree, keep=keep, added={MADE_FROM: made_from})
@@ -273,10 +275,10 @@ def write_native_step(
     made_from: str,
     progress: Progress,
 ) -> Path:
-    """Write a step with the engine's own tensors, quantised or not. Returns its folder.
+    """Writes a step with the engine's own tensors, quantised or not. Returns its folder.
 
     Raises:
-      CheckpointError, OSError: see `save_step`; a checksum differs.
+      CheckpointError, OSError: see `save_step`. CheckpointError also if a checksum differs.
     """
     checkpoint = native.tensors
     total = sum(checkpoint.nbytes(name) for name in checkpoint.names)
@@ -294,10 +296,10 @@ def write_native_step(
 def write_native_file(
     native: NativeCheckpoint, source: ModelSource, out: Path, progress: Progress
 ) -> Path:
-    """Write the engine's own file from the same tensors in Orbax; continues an interrupted call.
+    """Writes the engine's own file from the same tensors in Orbax. Continues an interrupted call.
 
     Raises:
-      CheckpointError, OSError: see NativeWriter; a checksum differs.
+      CheckpointError, OSError: see NativeWriter. CheckpointError also if a checksum differs.
     """
     checkpoint, description = native.tensors, native.description
     encoded = native.encoded(decoder.abstract(source.spec, np.float32, stacked=True))

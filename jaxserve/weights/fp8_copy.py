@@ -1,4 +1,4 @@
-"""e4m3 copies beside a model's 4-bit weights, made on the device; see `CopiedWeight`."""
+"""e4m3 copies of a model's 4-bit weights, made on the device; see `CopiedWeight`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from jaxserve_kernels.weights import (
 
 
 def abstract_copies[Tree](params: Tree) -> Tree:
-    """Returns the tree with a copy beside each 4-bit weight but experts, as ShapeDtypeStructs."""
+    """Returns the tree as ShapeDtypeStructs, with a copy beside each 4-bit weight except
+    experts."""
     return _beside(params, _abstract_copy)
 
 
@@ -31,7 +32,7 @@ def copying_programs(params: Any) -> list[StagingProgram]:
     """Returns the programs that `with_copies` executes.
 
     Args:
-      params: abstract, without copies.
+      params: abstract parameters without copies.
     """
     weights = (each for each in jax.tree.leaves(params, is_leaf=_is_whole) if _can_be_copied(each))
     programs = {
@@ -41,10 +42,10 @@ def copying_programs(params: Any) -> list[StagingProgram]:
 
 
 def with_copies[Tree](params: Tree, executables: Mapping[str, Callable[..., Any]]) -> Tree:
-    """Returns the tree with a copy beside each 4-bit weight.
+    """Returns the tree with a copy beside each 4-bit weight except experts.
 
     Args:
-      executables: those of `copying_programs`, by name.
+      executables: the compiled programs of `copying_programs`, by name.
     """
     return _beside(params, lambda weight: executables[_name(weight)](weight))
 
@@ -57,7 +58,7 @@ def _beside(params: Any, copy: Callable[[Quantized], Any]) -> Any:
 
 
 def _abstract_copy(weight: Quantized) -> Fp8Weight:
-    """Returns a copy's shapes without tracing, which would slow down the start."""
+    """Returns the shapes of a copy without tracing, which would slow down the start."""
     *leading, out, depth = weight.shape
     tiles, rows = (*leading, out // layout.TILE_OUT), layout.TILE_OUT
     words = (depth // layout.TILE_IN, rows, layout.TILE_IN // 2)
@@ -68,7 +69,7 @@ def _abstract_copy(weight: Quantized) -> Fp8Weight:
 
 
 def _is_whole(node: Any) -> bool:
-    """Whether what is in the node gets no copy of its own: experts have none."""
+    """Returns whether the node is treated as a whole and gets no copy: experts have none."""
     return _can_be_copied(node) or isinstance(node, Experts)
 
 
@@ -77,6 +78,6 @@ def _can_be_copied(node: Any) -> bool:
 
 
 def _name(weight: Quantized) -> str:
-    """Returns a program's name. It is the same for all weights that the program copies."""
+    """Returns the name of a program. All weights that a program can copy share its name."""
     arrays = [f"{leaf.dtype}_{'x'.join(map(str, leaf.shape))}" for _, leaf in leaf_paths(weight)]
     return "_".join(["fp8_copy", type(weight).__name__, *arrays])

@@ -1,8 +1,8 @@
 """Plans and loads a model's weights.
 
-They are random, or loaded as a checkpoint stores them, or quantised while they load, or read from
-the engine's own checkpoint. The last is written by `jaxserve convert` or by the first start that
-quantises.
+Weights are random, loaded as a checkpoint stores them, quantised while they load, or read from a
+checkpoint in the engine's own format. `jaxserve convert` writes such a checkpoint, and so does the
+first start that quantises.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from jaxserve_checkpoints.stream_sources import assembled_sources, direct_source
 log = logging.getLogger(__name__)
 
 type Executables = Mapping[str, Callable[..., Any]]
-"""The executables of `WeightPlan.staging` and `copying`, by name."""
+"""Compiled programs of `WeightPlan.staging` and `copying`, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """Everything about the weights that is known before any are read."""
+    """All facts about the weights that are known before any weights are read."""
 
     folder: Path | None
-    """The checkpoint's folder; None: random weights."""
+    """Folder of the checkpoint; None: random weights."""
     checkpoint: Stored | None
-    """The opened checkpoint of `folder`, unless it is one of the engine's own."""
+    """The opened checkpoint of `folder`, unless it is in the engine's own format."""
     rules: tuple[AnyRule, ...]
     plain: decoder.Params
     """Shapes and dtypes before `encode`."""
@@ -68,14 +68,14 @@ class WeightPlan:
     encoded: decoder.Params
     """Shapes and dtypes as loaded."""
     served: decoder.Params
-    """Shapes and dtypes that the steps read, with copies of 4-bit weights if there are any."""
+    """Shapes and dtypes that the steps read, with any fp8 copies of 4-bit weights."""
     native: NativeCheckpoint | None
-    """The checkpoint, if it is one of the engine's own."""
+    """The checkpoint, if it is in the engine's own format."""
     keep_in: Path | None
-    """The folder that keeps the result of quantising at load; None: it is not kept."""
+    """Folder in which to store the result of quantising at load; None: it is not stored."""
     made_from: Mapping[str, Any]
     staging: list[StagingProgram]
-    """Programs that copy weights to a GPU as stored."""
+    """Programs that copy weights to a GPU in their stored format."""
     copying: list[StagingProgram]
     """Programs that make fp8 copies."""
     seed: int
@@ -92,22 +92,23 @@ class WeightPlan:
 
     @property
     def to_be_converted(self) -> bool:
-        """Whether the next start will quantise and keep the result."""
+        """Whether the next start will quantise the weights and store the result."""
         return self.keep_in is not None and not (self.keep_in / native.FILE).exists()
 
 
 def plan_weights(
     options: Options, source: ModelSource, dtype: DTypeLike, cache: Path, *, stacked: bool
 ) -> WeightPlan:
-    """Plan which weights to load and how to transform them.
+    """Plans which weights to load and how to transform them.
 
     Args:
-      dtype: of weights that are not quantised.
-      cache: the folder below which conversions are kept.
+      dtype: dtype of weights that are not quantised.
+      cache: folder that contains the stored conversions.
       stacked: see `decoder.Params`.
 
     Raises:
-      ConfigError: the shapes do not allow the quantisation, or a converted checkpoint has another
+      ConfigError: the shapes do not allow the quantisation, or a converted checkpoint has a
+        different
         one.
       CheckpointError: a converted or quantised checkpoint cannot be read.
     """
@@ -154,8 +155,8 @@ def weight_loader(
     """Returns a function that puts the weights on the device and makes their copies.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged or of another model. It is raised here,
-        before programs are compiled. Damage that only checksums show is found while loading.
+      CheckpointError: the checkpoint is missing, damaged or of another model. This call raises it,
+        before programs are compiled. Damage that only checksums show is found during loading.
     """
     load = _loader(plan, executables)
     if not plan.copying:
@@ -194,7 +195,7 @@ def _loader(plan: WeightPlan, executables: Executables) -> Callable[[Progress], 
 def _load_native(
     plan: WeightPlan, own: NativeCheckpoint, executables: Executables, progress: Progress
 ) -> decoder.Params:
-    """Copy the arrays to the device while their checksums are compared."""
+    """Copies the arrays to the device while it compares their checksums."""
     rules = own.rules()
     with ThreadPoolExecutor(1, thread_name_prefix="verify") as pool:
         verified = pool.submit(own.verify)
@@ -215,8 +216,8 @@ def _kept(
     executables: Executables,
     progress: Progress,
 ) -> decoder.Params | None:
-    """Load the conversion of an earlier start, or make it now. Returns None if it cannot be
-    made."""
+    """Loads the conversion of an earlier start, or converts now. Returns None if neither is
+    possible."""
     found = (folder / native.FILE).exists()
     while True:
         try:
@@ -224,7 +225,7 @@ def _kept(
                 _convert(plan, folder, checkpoint, progress)
             return _load_native(plan, open_native(folder), executables, progress)
         except Busy:
-            return None  # another server's first start: it is not waited for
+            return None  # another server is converting: do not wait for it
         except (CheckpointError, OSError) as error:
             log.warning("converted weights cannot be kept or used: %s", error)
             discard(folder)
@@ -247,7 +248,7 @@ def _convert(plan: WeightPlan, folder: Path, checkpoint: Stored, progress: Progr
 
 
 def _check_flags(options: Options, found: NativeCheckpoint) -> None:
-    """Raise ConfigError if the flags ask for another quantisation than the checkpoint has."""
+    """Raises ConfigError if the flags ask for another quantisation than that of the checkpoint."""
     has = found.description.made_from["quantization"]
     wanted = {"--quantization": options.quantization or has["layers"]}
     if options.lm_head_dtype != "auto":

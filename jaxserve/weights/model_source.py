@@ -1,5 +1,5 @@
-"""Finds the model that the flags name: its shape, weights, tokenizer and sampling defaults. No
-jax."""
+"""Finds the model that the flags name: its shape, weights, tokenizer and sampling defaults. Does
+not import jax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OrbaxSource(NamedTuple):
 
     step: OrbaxStep
     config: Mapping[str, Any]
-    """The model's config.json."""
+    """Content of the model's config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,33 +37,34 @@ class ModelSource:
     names: tuple[str, ...]
     spec: ModelSpec
     folder: Path | None
-    """The folder of config.json, and of the weights unless they are Orbax's; None: random ones."""
+    """Folder of config.json, and of the weights unless Orbax has them; None: random weights."""
     tokenizer: Tokenizer
     sampling_defaults: SamplingDefaults
     orbax: OrbaxSource | None = None
-    """The checkpoint, if Orbax wrote it."""
+    """The Orbax checkpoint, if the weights are in one."""
     experts: Literal["mxfp4"] | None = None
-    """Format of random experts; None: that of other weights."""
+    """Format of random experts; None: the same as other weights."""
 
     @property
     def sampled_vocab(self) -> int:
-        """Only token ids below this are sampled. A checkpoint's output matrix may have rows without
-        a token."""
+        """Only token ids below this are sampled. The output matrix of a checkpoint may have rows
+        without a token."""
         known = self.spec.vocab_size
         return known if self.folder is None else min(known, self.tokenizer.vocab_size)
 
     @property
     def file_name(self) -> str:
-        """The model's name as part of a file name."""
+        """The model's name as a part of file names."""
         name = Path(self.names[0]).name
         return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
 
 
 def find_model(options: Options) -> ModelSource:
-    """Resolve the model flags. Downloads a model of the hub that is not on disk yet.
+    """Finds the model. Downloads it from the hub if it is not on disk yet.
 
     Raises:
-      ConfigError, CheckpointError: one line that says what was looked for and what to do.
+      ConfigError, CheckpointError: the model cannot be found or read. The message is one line and
+        says what to do.
     """
     if options.load_format == "dummy" and (named := _named_spec(options.model)):
         return _dummy(options, named)
@@ -80,7 +81,7 @@ def find_model(options: Options) -> ModelSource:
 
 
 def find_weights(options: Options) -> ModelSource:
-    """Returns the model without its tokenizer and sampling defaults: they are those of any model.
+    """Returns the model with a placeholder tokenizer and default sampling parameters.
 
     Raises:
       ConfigError, CheckpointError: see `find_model`.
@@ -110,8 +111,8 @@ def find_weights(options: Options) -> ModelSource:
 
 
 def _orbax_step(options: Options, name: str) -> OrbaxStep | None:
-    """Returns the Orbax checkpoint in a folder of that name; None if there is no such folder, or
-    other weights are in it."""
+    """Returns the Orbax checkpoint in the folder `name`; None if there is no such folder or it has
+    other weights."""
     folder = Path(name).expanduser() if name.startswith("~/") else Path(name)
     if not name or not folder.is_dir():
         return None
@@ -125,8 +126,7 @@ def _orbax_step(options: Options, name: str) -> OrbaxStep | None:
 
 
 def _settings_of(options: Options, step: OrbaxStep) -> tuple[Path, Path]:
-    """Returns the folder of an Orbax checkpoint's settings and tokenizer, and the file of the
-    settings."""
+    """Returns the folder of an Orbax checkpoint's settings and tokenizer, and its settings file."""
     folder, file = step.settings_folder(), Path("config.json")
     if options.hf_config is not None:
         given = options.hf_config
@@ -140,8 +140,8 @@ def _settings_of(options: Options, step: OrbaxStep) -> tuple[Path, Path]:
 
 
 def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
-    """Returns the sampling defaults. `wanted`: auto (the model's, if it has any), vllm (none), or a
-    folder that must have them."""
+    """Returns the sampling defaults. `wanted`: auto (the model's, if any), vllm (OpenAI's), or a
+    folder that has them."""
     if wanted == "vllm":
         return SamplingDefaults()
     generation = (folder if wanted == "auto" else Path(wanted)) / "generation_config.json"
@@ -151,8 +151,8 @@ def _sampling_defaults(wanted: str, folder: Path) -> SamplingDefaults:
 
 
 def _tokenizer(options: Options, folder: Path | None) -> Tokenizer:
-    """Returns the tokenizer of `--tokenizer` or of the model's folder. Only random weights may use
-    bytes instead."""
+    """Returns the tokenizer of `--tokenizer` or of the model's folder. Random weights may use a
+    byte tokenizer instead."""
     text = Path(options.tokenizer) if options.tokenizer else folder
     if text is not None and (text / "tokenizer.json").is_file():
         return HfTokenizer.from_folder(text)
@@ -170,7 +170,7 @@ def _named_spec(model: str | None) -> ModelSpec | None:
 
 
 def _dummy(options: Options, spec: ModelSpec) -> ModelSource:
-    """Returns a named shape with random weights, which needs no files."""
+    """Returns a named model with random weights, which needs no files."""
     assert options.model is not None
     return ModelSource(
         names=_names(options, options.model),

@@ -1,4 +1,4 @@
-"""Opens the checkpoint of a model: Hugging Face's files, the engine's own, or Orbax's."""
+"""Opens a model's checkpoint: Hugging Face's files, the engine's own format, or Orbax."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 def open_native_of(source: ModelSource) -> NativeCheckpoint | None:
-    """Returns the model's checkpoint if its tensors are the engine's own; None if they are not.
+    """Returns the checkpoint if its tensors are in the engine's own format, else None.
 
     Raises:
-      CheckpointError: it is damaged or of another version.
+      CheckpointError: the checkpoint is damaged or of another version.
     """
     if source.orbax is not None:
         step = source.orbax.step
@@ -49,10 +49,10 @@ def open_native_of(source: ModelSource) -> NativeCheckpoint | None:
 
 
 def open_stored_of(source: ModelSource, wanted: Quantization) -> Stored:
-    """Open a model's checkpoint of Hugging Face's tensors, or of a tree that has all of them.
+    """Opens a model's checkpoint of Hugging Face's tensors, or a tree that has all of them.
 
     Raises:
-      ConfigError: it is quantised, and the flags ask to quantise the layers.
+      ConfigError: the checkpoint is quantised, and the flags ask to quantise the layers.
       CheckpointError: it is damaged, or its layout or quantisation is not supported.
     """
     assert source.folder is not None
@@ -64,7 +64,7 @@ def open_stored_of(source: ModelSource, wanted: Quantization) -> Stored:
 
 
 def config_of(source: ModelSource) -> Mapping[str, Any]:
-    """Returns the model's config.json. ConfigError: it cannot be read."""
+    """Returns the model's config.json. Raises ConfigError if it cannot be read."""
     if source.orbax is not None:
         return source.orbax.config
     assert source.folder is not None
@@ -84,10 +84,10 @@ def quantization(options: Options) -> Quantization:
 
 
 def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
-    """Open a folder's checkpoint, which may be quantised already.
+    """Opens the checkpoint in a folder. It may already be quantised.
 
     Raises:
-      ConfigError: it is quantised, and the flags ask to quantise the layers.
+      ConfigError: the checkpoint is quantised, and the flags ask to quantise the layers.
       CheckpointError: it is damaged, or its quantisation is not supported.
     """
     checkpoint, format = open_checkpoint(folder), detect(folder)
@@ -108,7 +108,7 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
 
 
 def _check_embedding(stored: QuantizedCheckpoint) -> None:
-    """Raise CheckpointError if the embedding's quantisation does not allow looking up rows."""
+    """Raises CheckpointError if the quantisation of the embedding does not allow row look-ups."""
     packed = stored.packed([_EMBEDDING], "the embedding")
     if packed is not None and not has_rows(jax.eval_shape(PackedModules.decode, packed.abstract)):
         raise CheckpointError(
@@ -120,7 +120,7 @@ def _check_embedding(stored: QuantizedCheckpoint) -> None:
 def describe(source: ModelSource, wanted: Quantization, dtype: DTypeLike) -> dict[str, Any]:
     """Returns everything that the content of a conversion depends on."""
     assert source.folder is not None
-    # How codes are read, which config.json says.
+    # The encoding of quantised weights, from config.json.
     stored = None if source.orbax else detect(source.folder)
     return {
         "files": files_of(source),
@@ -132,7 +132,7 @@ def describe(source: ModelSource, wanted: Quantization, dtype: DTypeLike) -> dic
 
 
 def files_of(source: ModelSource) -> list[list[Any]]:
-    """Returns name, size and time of each file of the weights."""
+    """Returns name, size and modification time of each weight file."""
     assert source.folder is not None
     found = (
         source.orbax.step.folder.rglob("*") if source.orbax else source.folder.glob("*.safetens*")
@@ -142,7 +142,7 @@ def files_of(source: ModelSource) -> list[list[Any]]:
 
 
 def _code_digest() -> str:
-    """Returns the digest of the sources that define quantised weights."""
+    """Returns a digest of the source files that define quantised weights."""
     digest = hashlib.sha256()
     for package in (jaxserve_kernels.weights, jaxserve.models, jaxserve_checkpoints.quantized):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights."""
+"""Copies the files of a model other than its weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 _TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
-"""Settings and tokenizer; without the index of files of weights."""
+"""Settings and tokenizer files."""
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copy config.json, the tokenizer's files and the like. OSError: they cannot be read, or the
-    target cannot be written."""
+    """Copies config.json, tokenizer files and similar ones. Raises OSError if a file cannot be read
+    or written."""
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _TEXT_FILES:
         for file in source.glob(pattern):

@@ -1,4 +1,4 @@
-"""Trees of arrays on the device as the engine's parameters: for trainers in the same process."""
+"""Converts a trainer's arrays on the device to the engine's parameters, in the same process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxserve_checkpoints.rules import Rule
 
 
 def named_tensors(tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
-    """Returns the arrays of a tree of `jaxserve.flax` by Hugging Face's names, matrices as [out,
-    in]. Names that are Hugging Face's already stay, with their arrays as they are."""
+    """Returns the arrays of a `jaxserve.flax` tree by Hugging Face's names, with matrices as [out,
+    in]. Arrays that already have Hugging Face's names are unchanged."""
     found: dict[str, jax.Array] = {}
     for path, array in jax.tree_util.tree_leaves_with_path(dict(tree)):
         name = ".".join(str(key.key) for key in path)
@@ -29,16 +29,16 @@ def named_tensors(tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
 
 
 def engine_params(tree: Mapping[Any, Any], spec: ModelSpec, abstract: decoder.Params) -> Any:
-    """Returns the engine's parameters made of a trainer's, cast; for `jax.jit`: nothing passes
-    through the host.
+    """Returns the engine's parameters, computed and cast from a trainer's. For `jax.jit`: no data
+    passes through the host.
 
     Args:
-      tree: of `jaxserve.flax`, or of Hugging Face's names and forms.
+      tree: a tree of `jaxserve.flax`, or arrays with Hugging Face's names and shapes.
       abstract: the engine's parameters as ShapeDtypeStructs, not quantised.
 
     Raises:
       KeyError: names the first tensor that the tree lacks.
-      ValueError: shapes differ.
+      ValueError: a shape differs.
     """
     tensors = named_tensors(tree)
     rules = {rule.leaf: rule for rule in registry.rules(spec) if isinstance(rule, Rule)}

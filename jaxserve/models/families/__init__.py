@@ -1,2 +1,2 @@
-"""One module per family: how its config.json becomes a ModelSpec, which tensors it has, what it
-refuses. Only `jaxserve.models.registry` imports them."""
+"""One module per family: how its config.json becomes a ModelSpec, its tensor names, and what it
+does not support. Only `jaxserve.models.registry` imports these modules."""

@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped SwiGLU, attention sinks, a window
-in every second layer."""
+"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped SwiGLU, attention sinks, and a
+window in every second layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["ARCHITECTURE", "NAMED", "rules", "spec"]
 
 ARCHITECTURE = "GptOssForCausalLM"
 _LIMIT, _ALPHA = 7.0, 1.702
-"""Of its SwiGLU, which the experts' kernels have as constants."""
+"""Constants of its SwiGLU, which the experts' kernels have built in."""
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     problems = [
         f"{key} is {number(config, key, value):g}, supported: {value:g}"
         for key, value in (("swiglu_limit", _LIMIT), ("swiglu_alpha", _ALPHA))
@@ -50,8 +50,8 @@ def spec(config: Config) -> ModelSpec:
 
 
 def _windows(config: Config, layers: int) -> list[int | None]:
-    """`sliding_window` in the layers that `layer_types` lists, or in every second from the first
-    on."""
+    """Returns the window of each layer: `sliding_window` in the layers that `layer_types` lists, or
+    in every second layer from the first on."""
     window = window_size(config)
     kinds = config.get("layer_types")
     if kinds is None:
@@ -66,7 +66,8 @@ def _windows(config: Config, layers: int) -> list[int | None]:
 
 _MAX_POSITION = 131_072
 _EXPERTS: dict[str, Any] = {
-    # The softmax of the chosen logits alone is that of all, divided by the sum of theirs.
+    # A softmax of only the chosen logits equals the softmax of all, divided by the sum of the
+    # chosen.
     "normalize": True,
     "activation": "swiglu_oss",
     "bias": True,

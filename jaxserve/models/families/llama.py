@@ -1,4 +1,4 @@
-"""Llama 3: RoPE stretched by parts (`llama3`), biases if they are switched on."""
+"""Llama 3: RoPE with `llama3` scaling, and optional biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     shards = config.get("pretraining_tp") or 1
     biased = bool(config.get("attention_bias"))
     return dense_spec(

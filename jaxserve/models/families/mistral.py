@@ -1,4 +1,4 @@
-"""Mistral, dense: one window for all layers, or none; heads need not add up to the hidden size."""
+"""Mistral, dense: one optional window for all layers. Head sizes need not match the hidden size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARCHITECTURE = "MistralForCausalLM"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     plain = dense_spec(config, ARCHITECTURE, max_position=131_072)
     return with_windows(plain, [window_size(config)] * plain.num_layers)
 

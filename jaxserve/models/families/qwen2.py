@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5, dense: biases of queries, keys and values; windows in later layers, if any."""
+"""Qwen2 and Qwen2.5, dense: biases of queries, keys and values; optional windows in later
+layers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     plain = dense_spec(config, ARCHITECTURE, qkv_bias=True, max_position=32_768)
     return with_windows(plain, late_windows(config, plain.num_layers))
 

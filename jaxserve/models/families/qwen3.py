@@ -13,7 +13,7 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     problems = refused(config, "attention_bias", "Qwen3 attention has no bias")
     plain = dense_spec(
         config, ARCHITECTURE, problems=problems, qk_norm=True, max_position=_MAX_POSITION

@@ -1,8 +1,8 @@
 """Qwen3.5, 3.6 and 3.8: delta nets, and gated attention in every fourth layer. Text only.
 
-The file is that of models with vision, whose text settings are nested and whose vision tensors are
-left out, and of text-only models, whose settings are not (`qwen3_5_text`). What follows a mixer is
-dense here; `qwen3_5_moe` has experts.
+There are two kinds of files. Models with vision have nested text settings, and vision tensors that
+are left out. Text-only models (`qwen3_5_text`) do not nest their settings. Feed-forwards are dense
+here; `qwen3_5_moe` has experts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json with a `text_config`; see `registry.spec_of`."""
+    """Returns the model of a config.json with a `text_config`; see `registry.spec_of`."""
     return text_spec(text_config(config), ARCHITECTURE)
 
 
 def text_config(config: Config) -> Config:
-    """The settings of the text part of a model with vision.
+    """Returns the settings of the text part of a model with vision.
 
-    ConfigError: there are none.
+    Raises:
+      ConfigError: there are none.
     """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -50,10 +51,10 @@ def text_config(config: Config) -> Config:
 
 
 def text_spec(config: Config, architecture: str, experts: ExpertsSpec | None = None) -> ModelSpec:
-    """Of the settings of the text part.
+    """Returns the model of the text part's settings.
 
     Args:
-      experts: in place of dense feed-forwards; the config has an `intermediate_size` nevertheless.
+      experts: replace the dense feed-forwards. The config has an `intermediate_size` nevertheless.
     """
     problems = refused(config, "attention_bias", "Qwen3.5 attention has no bias")
     if config.get("attn_output_gate") is False:
@@ -93,12 +94,12 @@ def _layer_types(config: Config, layers: int) -> list[str]:
             f"{layers} layers"
         )
     if _FULL not in kinds:
-        raise ConfigError(f"config.json: layer_types has no {_FULL}, supported are those with some")
+        raise ConfigError(f"config.json: layer_types has no {_FULL}; jaxserve needs at least one")
     return kinds
 
 
 def rules(spec: ModelSpec) -> tuple[AnyRule, ...]:
-    """Tensors of the text part; see `registry.rules`."""
+    """Returns the tensors of the text part; see `registry.rules`."""
     nested = spec.architecture.endswith("ForConditionalGeneration")
     prefix = "model.language_model." if nested else "model."
     found: list[AnyRule] = []
@@ -174,7 +175,7 @@ def published(
     value_heads: int,
     feed_forward: FeedForwardSpec | ExpertsSpec,
 ) -> ModelSpec:
-    """Shapes as in the published config.json files. `heads`: of queries and of keys."""
+    """Returns a model with the shapes of a published config.json. `heads`: query and key heads."""
     rope = Rope(theta=1e7, fraction=0.25)
     attention = AttentionSpec(
         q_heads=heads[0], kv_heads=heads[1], head_dim=256, rope=rope, qk_norm=True, gated=True

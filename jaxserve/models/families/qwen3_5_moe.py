@@ -1,7 +1,7 @@
 """Qwen3.5, 3.6 and 3.8 with experts: the mixers of `qwen3_5`, and in each layer a router, experts,
-and one expert that every token has. Text only.
+and one shared expert that every token uses. Text only.
 
-Plain files have all experts of a layer in one tensor, those in fp8 have each in tensors of its own.
+Plain files have all experts of a layer in one tensor. fp8 files have separate tensors per expert.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ARCHITECTURE = "Qwen3_5MoeForConditionalGeneration"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json with a `text_config`; see `registry.spec_of`."""
+    """Returns the model of a config.json with a `text_config`; see `registry.spec_of`."""
     return sparse_spec(text_config(config), ARCHITECTURE)
 
 
 def sparse_spec(config: Config, architecture: str) -> ModelSpec:
-    """Of the settings of the text part."""
+    """Returns the model of the text part's settings."""
     experts = ExpertsSpec(
         num_experts=count(config, "num_experts"),
         top_k=count(config, "num_experts_per_tok"),

@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8 with experts, as files without vision: see `qwen3_5_moe`."""
+"""Qwen3.5, 3.6 and 3.8 with experts, in files without vision: see `qwen3_5_moe`."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ NAMED: dict[str, NamedModel] = {}
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     return sparse_spec(config, ARCHITECTURE)

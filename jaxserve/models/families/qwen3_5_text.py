@@ -1,4 +1,4 @@
-"""Qwen3.5, 3.6 and 3.8, dense, as files without vision: see `qwen3_5`."""
+"""Qwen3.5, 3.6 and 3.8, dense, in files without vision: see `qwen3_5`."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ NAMED: dict[str, NamedModel] = {}
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     return text_spec(config, ARCHITECTURE)

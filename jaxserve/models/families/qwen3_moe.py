@@ -1,4 +1,4 @@
-"""Qwen3 with experts: its attention, and in most or all layers a router and small feed-forwards."""
+"""Qwen3 with experts: its attention, and in most or all layers a router and small experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 
 
 def spec(config: Config) -> ModelSpec:
-    """Of a config.json; see `registry.spec_of`."""
+    """Returns the model of a config.json; see `registry.spec_of`."""
     problems = refused(config, "attention_bias", "Qwen3 attention has no bias")
     plain = dense_spec(
         config, ARCHITECTURE, problems=problems, qk_norm=True, max_position=_MAX_POSITION
@@ -41,17 +41,18 @@ def spec(config: Config) -> ModelSpec:
         replace(layer, feed_forward=experts) if index in sparse else layer
         for index, layer in enumerate(plain.layers)
     )
-    # A window that is switched on is that of all layers, unlike in Qwen3.
+    # Unlike in Qwen3, a window that is on applies to all layers.
     windows = [switched_window(config)] * plain.num_layers
     return with_windows(replace(plain, layers=tuple(layers)), windows)
 
 
 _NUM = "num_experts"
-"""transformers 5 calls it num_local_experts."""
+"""transformers 5 names it num_local_experts."""
 
 
 def _sparse_layers(config: Config, layers: int) -> Sequence[int]:
-    """Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` names it."""
+    """Returns the layers with experts: every `decoder_sparse_step`-th layer that `mlp_only_layers`
+    does not name."""
     step = count(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
@@ -62,8 +63,8 @@ def _sparse_layers(config: Config, layers: int) -> Sequence[int]:
 
 
 def _flag(config: Config, key: str) -> bool:
-    """ConfigError: it is missing. What is left out stands for false in one place, for true in
-    others."""
+    """Returns a boolean. Raises ConfigError if it is missing: its default differs between
+    libraries."""
     if not isinstance(config.get(key), bool):
         raise ConfigError(f"config.json: {key} is {config.get(key)!r:.40}, needed is true or false")
     return config[key]

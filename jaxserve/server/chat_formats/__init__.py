@@ -1,5 +1,6 @@
-"""What a model's text looks like: one object per format of tool calls, one per kind of reasoning.
+"""Chat formats: how models write reasoning and tool calls in their text.
 
-A format reads calls from generated text, however that is cut up, and makes the grammar that forces
-calls. To add one: a file with a class that implements `ToolFormat`, and its name in `choose`.
+A tool call format parses calls from generated text, however the text is split, and makes the
+grammar that forces calls. To add one, write a file with a class that implements `ToolFormat`, and
+add its name in `choose`.
 """

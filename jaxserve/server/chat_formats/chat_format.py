@@ -1,4 +1,4 @@
-"""What a model's chats look like, in one object: made at the start, the same for all requests."""
+"""The chat format of a model in one object, made at the start and shared by all requests."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from jaxserve.structured import GrammarError, Thinking, grammars
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """How reasoning and tool calls look in what a model writes, and in its prompts."""
+    """How a model's prompts and outputs represent reasoning and tool calls."""
 
     tools: CallFormat | None
-    """None: calls are not told from text."""
+    """None: calls are not separated from text."""
     reasoning: ReasoningFormat | None
-    """None: reasoning is not told from text."""
+    """None: reasoning is not separated from text."""
     markers: Mapping[str, int] = field(repr=False)
-    """Token ids by spelling."""
+    """Token ids of markers, by spelling."""
     history: History = field(default_factory=History)
 
     @property
     def turn_ends(self) -> frozenset[int]:
-        """Tokens that end the assistant's turn, beside those that the model's settings name."""
+        """Tokens that end the assistant's turn, in addition to those in the model's settings."""
         return self._tokens(self.tools.turn_ends if self.tools is not None else ())
 
     def shown_tokens(self, thinking: Thinking, *, calls: bool) -> frozenset[int]:
-        """Returns the tokens that the output's parser must see, special ones included.
+        """Returns the tokens that the output parser must see, including special ones.
 
         Args:
-          calls: there may be some.
+          calls: whether the output may have calls.
         """
         seen = calls or isinstance(self.tools, MessageFormat)
         of_calls = self.tools.markers if seen and self.tools is not None else ()
@@ -51,17 +51,18 @@ class ChatFormat:
 
     @property
     def guided_reasoning(self) -> ReasoningFormat | None:
-        """Reasoning whose markers are tokens. A guide cannot find the end of any other."""
+        """The reasoning format if its markers are tokens. A guide cannot find the end of any
+        other."""
         if self.reasoning is None or not self.markers.keys() >= set(self.reasoning.markers):
             return None
         return self.reasoning
 
     def thinking(self, prompt_end: str, *, continued: bool) -> Thinking:
-        """Whether the output may begin with reasoning, or begins inside of it.
+        """Returns whether the output may begin with reasoning, or begins inside of reasoning.
 
         Args:
           prompt_end: the last characters of the prompt.
-          continued: the output continues a message of the assistant.
+          continued: whether the output continues an assistant message.
         """
         if self.reasoning is None:
             return Thinking.NONE
@@ -77,7 +78,7 @@ class ChatFormat:
         return call_id if self.tools is None else self.tools.history_id(call_id)
 
     def history_input(self, text: str) -> str | dict[str, Any]:
-        """Returns the input of a called custom tool as the arguments that templates expect."""
+        """Returns the input of a custom tool call as the arguments that templates expect."""
         if self.tools is not None and not self.tools.free_text:
             return self.history.arguments({INPUT: text})
         return text if self.history.takes_text else {INPUT: text}
@@ -115,16 +116,18 @@ class ChatFormat:
         forced: bool,
         answer: Grammar | None = None,
     ) -> Grammar:
-        """Returns the grammar of an output with at most so many calls of these tools.
+        """Returns the grammar of an output with at most `most` calls of these tools.
 
         Args:
-          forced: nothing but calls, one at least.
-          answer: what the output is if it is not forced to call and does not; None: any text, in
-            which calls may stand.
+          forced: the output must consist of calls, at least one.
+          answer: the grammar of an output without calls, if calls are not forced; None: any text,
+            which
+            may contain calls.
 
         Raises:
-          GrammarError: the arguments of a tool cannot be followed, calls cannot be told from text,
-            or this model has no calls.
+          GrammarError: a grammar cannot express the arguments of a tool, calls cannot be told from
+            text,
+            or the model has no calls.
         """
         if self.tools is None:
             raise GrammarError("tool calls are turned off here (--tool-call-parser none)")

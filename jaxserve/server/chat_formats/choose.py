@@ -1,4 +1,4 @@
-"""Which chat format a model has: by a flag, by its chat template, or by its architecture."""
+"""Chooses a model's chat format: by a flag, by its chat template, or by its architecture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": QWEN_XML,
     "qwen3_xml": QWEN_XML,
 }
-"""By vLLM's names of its parsers."""
+"""Tool call formats by vLLM's parser names."""
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": DEEPSEEK_R1,
     "mistral": MISTRAL_THINK,
@@ -54,7 +54,7 @@ _IN_TEMPLATE: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<|python_tag|>",), LLAMA),
     (("ipython", "parameters"), LLAMA),
 )
-"""What a template holds that tells of a format; the first that fits."""
+"""Strings in a chat template that identify a format. The first match wins."""
 
 _BY_ARCHITECTURE: tuple[tuple[str, CallFormat], ...] = (
     ("Qwen3_5", QWEN_XML),
@@ -64,7 +64,7 @@ _BY_ARCHITECTURE: tuple[tuple[str, CallFormat], ...] = (
     ("Mistral", MISTRAL),
     ("Ministral", MISTRAL),
 )
-"""Beginnings of the names in `architectures` of config.json."""
+"""Formats by the start of an architecture name in config.json."""
 
 
 class _Chosen[T](NamedTuple):
@@ -81,15 +81,15 @@ def chat_format(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
 ) -> ChatFormat:
-    """Returns the format of a model's chats, and logs which one and why.
+    """Returns the format of a model's chats. Logs the choice and its reason.
 
     Args:
       source: the template's text.
-      architecture: of config.json; empty: not known.
-      tool_call_parser, reasoning_parser: names that were asked for, if any.
+      architecture: the architecture in config.json; empty: unknown.
+      tool_call_parser, reasoning_parser: names from flags, if any.
 
     Raises:
-      ConfigError: a name is not known.
+      ConfigError: a name is unknown.
     """
     calls = _tool_format(source, architecture, tool_call_parser)
     thoughts = _reasoning_format(source, tokenizer.markers, reasoning_parser, calls.format)

@@ -1,9 +1,9 @@
-"""Harmony, as gpt-oss writes: messages whose header's channel and recipient say what they are.
+"""Harmony, the format of gpt-oss: messages whose header has a channel and a recipient.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f
     <|constrain|>json<|message|>{"a":1}<|call|>
 
-The channel `analysis` is reasoning, `final` is the answer, `commentary` is a call if it has a
+The channel `analysis` is reasoning and `final` is the answer. `commentary` is a call if it has a
 recipient, else text for the user. The prompt ends with `<|start|>assistant`.
 """
 
@@ -27,7 +27,7 @@ from jaxserve.structured import grammars
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 FUNCTIONS = "functions."
-"""Before the name of a tool that a request brings."""
+"""Precedes the name of a tool from the request."""
 
 _BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
 _HEADER_BEGINS = (START, CHANNEL, MESSAGE, "to=", CONSTRAIN)
@@ -36,7 +36,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Harmony(MessageFormat):
-    """A turn ends with its first call: the next one comes after the result."""
+    """Harmony. A turn ends with its first call, because the next call comes after the result."""
 
     name = "openai"
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
@@ -80,13 +80,13 @@ class Harmony(MessageFormat):
 
 class _State(Enum):
     BEGIN = auto()
-    """Nothing, or what may be the beginning of a header."""
+    """No text yet, or the possible beginning of a header."""
     HEADER = auto()
     BODY = auto()
     BETWEEN = auto()
-    """Behind the end of a message."""
+    """After the end of a message."""
     PLAIN = auto()
-    """Text without any header, in which markers are nothing but text."""
+    """Text without any header. Markers in it are plain text."""
     ENDED = auto()
 
 
@@ -97,8 +97,8 @@ class _Kind(Enum):
 
 
 class HarmonyParser:
-    """Implements `Parser`. Text without a header is content; so is what is addressed to a tool that
-    nobody has brought."""
+    """Implements `Parser`. Text without a header is content, and so is a message to an unknown
+    tool."""
 
     def __init__(self, writer: CallWriter, *, reasoning: bool, one_call: bool, text_or_calls: bool):
         self._writer = writer
@@ -109,12 +109,12 @@ class HarmonyParser:
         self._kind = _Kind.CONTENT
         self._pending = ""
         self._input = ""
-        """Of the call of a custom tool, so far."""
+        """Input so far of the call of a custom tool."""
         self._custom = False
         self._spoken = False
-        """There was content in an earlier message."""
+        """Whether an earlier message had content."""
         self._gap = ""
-        """What parts the content of this message from that of an earlier one."""
+        """Text that separates this message's content from an earlier one's."""
 
     @property
     def num_calls(self) -> int:
@@ -151,7 +151,7 @@ class HarmonyParser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Whether there is more to do without more text."""
+        """Parses the next part. Returns whether it can go on without more text."""
         match self._state:
             case _State.BEGIN:
                 return self._begin()
@@ -182,7 +182,7 @@ class HarmonyParser:
         return True
 
     def _between(self) -> bool:
-        """Text that follows without a header is content, too."""
+        """Handles text after a message. Text that follows without a header is content, too."""
         self._pending = self._pending.lstrip()
         seen, begins = self._pending, (START, CHANNEL)
         if any(seen.startswith(each) for each in begins):
@@ -199,7 +199,7 @@ class HarmonyParser:
             self._pending = self._pending[len(header) + len(MESSAGE) :]
         elif len(self._pending) < MAX_HEADER:
             return False
-        else:  # no header is so long: it is text, and what it begins with no marker
+        else:  # longer than any header: it is text, and its markers are plain text
             self._open(_Kind.CONTENT)
             self._add(self._pending[:1], pieces)
             self._pending = self._pending[1:]
@@ -218,7 +218,8 @@ class HarmonyParser:
         return True
 
     def _is_call(self, recipient: str) -> bool:
-        """Whether it is one of a tool that there is not: the client will say so to the model."""
+        """Whether the message is a call. A call of an unknown tool counts: the client reports it to
+        the model."""
         return bool(self._writer.tools) and recipient.startswith(FUNCTIONS)
 
     def _open(self, kind: _Kind) -> None:
@@ -238,7 +239,7 @@ class HarmonyParser:
         self._add(text, pieces)
         called = self._kind is _Kind.CALL
         self._end_message(pieces)
-        if marker in (START, CHANNEL):  # a new header, though the message was not ended
+        if marker in (START, CHANNEL):  # a new header, although the message has no end
             self._state = _State.HEADER
         else:
             self._pending = self._pending.removeprefix(marker)

@@ -30,11 +30,11 @@ from jaxserve.structured.errors import GrammarError
 
 _ARGUMENTS = ("arguments",)
 _FREE_TEXT_END = "}\n"
-"""What the template puts behind arguments, free text like JSON."""
+"""The template's text after arguments, both for free text and for JSON."""
 
 
 class Hermes(ToolFormat):
-    """Hermes tool calls. Custom tools have their input, verbatim, in place of JSON arguments."""
+    """Hermes tool calls. Custom tools have their verbatim input in place of JSON arguments."""
 
     name = "hermes"
     begins = CALL
@@ -70,8 +70,8 @@ def _free_text(tool: CustomTool) -> Grammar:
 
 
 def free_text_end(tool: CallableTool | None) -> str:
-    """What stands between the free text of a call and the marker that ends it. A Lark grammar may
-    end with a terminal that takes in whatever would stand behind it."""
+    """Returns the text between the free text of a call and its closing marker. A Lark grammar may
+    end with a terminal that would also match the text after it."""
     form = input_grammar(tool) if isinstance(tool, CustomTool) else None
     return "" if form is not None and form.syntax == "lark" else _FREE_TEXT_END
 
@@ -79,29 +79,29 @@ def free_text_end(tool: CallableTool | None) -> str:
 class _State(Enum):
     HEADER = auto()
     WHOLE = auto()
-    """No header to be streamed: what it is will be seen at its end."""
+    """The call has no header to stream. It is parsed at its end."""
     ARGUMENTS = auto()
     FREE_TEXT = auto()
     REST = auto()
-    """Behind the arguments; whatever comes up to the closing marker is dropped."""
+    """After the arguments. Text up to the closing marker is dropped."""
 
 
 class HermesReader:
-    """Implements `CallReader`, of one call.
+    """Implements `CallReader` for one call.
 
-    Text is a call as soon as its name and the opening brace of its arguments were seen; from then
-    on the arguments are passed on as written, complete or not. Text that does not get there is
-    returned as it was.
+    Text is a call as soon as its name and the opening brace of its arguments have appeared. From
+    then on the arguments are passed on as written, complete or not. Other text is returned
+    unchanged.
     """
 
     def __init__(self, writer: CallWriter):
         self.opened = False
         self._writer = writer
         self._end = ""
-        """Of the free text that is being read."""
+        """End marker of the free text that is being read."""
         self._state = _State.HEADER
         self._text = ""
-        """HEADER, WHOLE: all so far. Later: what may be the start of the closing marker."""
+        """HEADER, WHOLE: all text so far. Later: a possible beginning of the closing marker."""
         self._scanner = ObjectScanner(END_CALL)
 
     def push(self, text: str, parts: list[CallPart]) -> str | None:
@@ -157,7 +157,8 @@ class HermesReader:
         return after if found else None
 
     def _read_arguments(self, parts: list[CallPart]) -> str | None:
-        """Up to the brace that closes them, or to the closing marker where no string can be."""
+        """Reads up to the brace that closes the arguments, or up to the closing marker outside
+        strings."""
         end = self._scanner.push(self._text)
         if end:
             parts.append(self._writer.arguments(self._text[:end]))

@@ -1,4 +1,4 @@
-"""Earlier turns in the shape that a model's chat template can render."""
+"""Converts earlier turns to the form that a model's chat template can render."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from jaxserve.tokenizer.chat_template import ChatTemplate, TemplateError
 
 INVALID = "INVALID_JSON"
-"""The key under which a template gets arguments that are no JSON object, where it needs one."""
+"""The key for arguments that are no JSON object, if a template needs an object."""
 
 type Message = dict[str, Any]
 
@@ -22,20 +22,20 @@ _WRITTEN = json.dumps(_PROBED)
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """What a template can render of earlier tool calls."""
+    """The forms of earlier tool calls that a template can render."""
 
     takes_text: bool = True
-    """A call's arguments as the text that the model wrote. It is preferred: the prompt then begins
-    with the very tokens that were generated, and the prefix cache has them."""
+    """Call arguments as the text that the model wrote. This is preferred: the prompt then begins
+    with exactly the generated tokens, which the prefix cache has."""
     takes_objects: bool = True
-    """A call's arguments as an object."""
+    """Call arguments as an object."""
     takes_several: bool = True
     """Several calls in one message."""
 
     @classmethod
     def of(cls, template: ChatTemplate | None) -> History:
-        """Returns what the template can render, found by trying it. A template that shows no calls
-        at all is taken to support everything."""
+        """Tries out what the template can render. A template that shows no calls is assumed to
+        support everything."""
         if template is None:
             return cls()
         text, parsed = _rendered(template, [_WRITTEN]), _rendered(template, [_PROBED])
@@ -50,23 +50,23 @@ class History:
         )
 
     def arguments(self, given: str | dict[str, Any] | None) -> str | dict[str, Any]:
-        """Returns a call's arguments for the template. Anything that a model wrote is rendered
-        somehow: one bad turn must not end the conversation."""
+        """Returns a call's arguments for the template. Accepts anything that a model wrote, because
+        one bad turn must not end the conversation."""
         given = given or {}
         if isinstance(given, str):
             return given if self.takes_text else _as_object(given)
         return given if self.takes_objects else json.dumps(given, ensure_ascii=False)
 
     def arranged(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages, with one call each if the template takes no more. Each call is then
-        followed by its own result."""
+        """Returns the messages. If the template renders only one call per message, splits them, and
+        puts each call's result behind the call."""
         if self.takes_several:
             return list(messages)
         return [each for message in _with_results(messages) for each in message]
 
 
 def _rendered(template: ChatTemplate, calls: Sequence[Any]) -> str:
-    """A conversation with these calls; empty: the template refuses it."""
+    """Renders a conversation with these calls. Returns an empty text if the template refuses it."""
     ids = [f"probe000{number}" for number in range(len(calls))]
     functions = [{"name": "probe", "arguments": arguments} for arguments in calls]
     made = [

@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects, read while they are written."""
+"""Parses calls that are JSON objects while the model writes them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from jaxserve.structured import grammars
 _SPACE = " \t\r\n"
 
 type Key = tuple[str, ...]
-"""Names under which a field of a call may stand."""
+"""Possible names of a field of a call."""
 
 
 class ObjectScanner:
-    """Finds the end of a JSON object that comes in parts."""
+    """Finds the end of a JSON object that arrives in parts."""
 
     def __init__(self, marker: str = "", depth: int = 0):
         """
         Args:
-          marker: it ends the object, too, where no string can be: the object is broken then.
-          depth: braces and brackets that are open already.
+          marker: ends a broken object early, if it appears outside of strings.
+          depth: number of braces and brackets that are already open.
         """
         self.complete = False
-        """The brace that closes the object has come."""
+        """The closing brace of the object has arrived."""
         self.cut = False
-        """The marker has come in its place."""
+        """The marker arrived instead of the closing brace."""
         self._marker = marker
         self._depth = depth
         self._in_string = self._escaped = self._broken = False
 
     def push(self, text: str) -> int:
-        """Returns how many characters of the text belong to the object. The others are pushed
-        again, followed by more text, unless the object has ended."""
+        """Returns how many characters of the text belong to the object. Unless the object has
+        ended, push the other characters again, followed by more text."""
         end = 0
         while end < len(text) and not self.complete:
             if self._marker and text[end] == self._marker[0] and not self._in_string:
@@ -62,7 +62,7 @@ class ObjectScanner:
             return
         if self._in_string:
             if char < " ":
-                # A line break cannot be in a JSON string: the quotes are not to be trusted.
+                # JSON strings have no line breaks, so the quotes cannot be trusted.
                 self._broken, self._in_string = True, False
             elif self._escaped:
                 self._escaped = False
@@ -80,7 +80,7 @@ class ObjectScanner:
 
 
 class NoHeader:
-    """The text cannot become the beginning of a call any more."""
+    """The text cannot become the beginning of a call."""
 
 
 NO_HEADER = NoHeader()
@@ -99,13 +99,13 @@ def header(
     """Parses the beginning of a call: `{"name": …, "arguments": {`.
 
     Args:
-      arguments: what the key of the arguments may be.
-      takes_any: whether the arguments of a tool of this name begin after one space, whatever they
-        are; None: all arguments are JSON objects.
-      typed: the first field is `"type": "function"`.
+      arguments: possible keys of the arguments.
+      takes_any: whether the arguments of the named tool may be of any form, beginning after one
+        space; None: all arguments are JSON objects.
+      typed: whether the first field is `"type": "function"`.
 
     Returns:
-      The name and the position where the arguments begin; None if more text is needed.
+      The name, and the position where the arguments begin; None if more text is needed.
     """
     position, name = 0, ""
     lead = _TYPED if typed else ()
@@ -135,7 +135,7 @@ def header(
 
 
 def _string_end(text: str, start: int) -> int | None:
-    """Behind the closing quote of the string that starts there."""
+    """Returns the position after the closing quote of the string at `start`; None if it is open."""
     position = start + 1
     if text[start : start + 1] != '"':
         return None
@@ -152,7 +152,7 @@ class _Call(msgspec.Struct):
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
-    """Returns name and arguments of a complete call; None if the text is something else."""
+    """Returns the name and arguments of a complete call; None if the text is not a call."""
     try:
         call = msgspec.json.decode(text.encode(), type=_Call)
         arguments: Any = msgspec.json.decode(call.arguments)
@@ -166,8 +166,8 @@ def parse_call(text: str) -> tuple[str, str] | None:
 
 
 def unwrapped(arguments: str) -> str:
-    """Returns the input of a custom tool that was called as a function. Anything that is no such
-    object is returned unchanged."""
+    """Returns the input of a custom tool that was called like a function. Returns any other text
+    unchanged."""
     try:
         return msgspec.json.decode(arguments.encode(), type=dict[str, str])[INPUT]
     except (msgspec.MsgspecError, UnicodeError, RecursionError, KeyError):
@@ -178,24 +178,25 @@ class _State(Enum):
     HEADER = auto()
     ARGUMENTS = auto()
     REST = auto()
-    """Behind the arguments, inside of the call."""
+    """After the arguments, inside the call."""
     ENDED = auto()
 
 
 class Arguments:
-    """The arguments of one call as they come: a JSON object, passed on as it is written."""
+    """Reads the arguments of one call, a JSON object, and passes them on as they are written."""
 
     def __init__(self, writer: CallWriter, *, custom: bool, marker: str = ""):
-        """`custom`: the tool takes free text, which comes under the key INPUT."""
+        """`custom`: the tool takes free text under the key INPUT."""
         self.ended = False
         self._writer = writer
         self._custom = custom
         self._scanner = ObjectScanner(marker)
         self._text = ""
-        """Those of a custom tool so far."""
+        """Arguments so far of a custom tool."""
 
     def push(self, text: str, parts: list[CallPart]) -> str:
-        """What is not theirs, or may not be: to be pushed again with more."""
+        """Adds text. Returns text that is not, or may not be, part of the arguments; push it again
+        with more."""
         end = self._scanner.push(text)
         self.ended = self._scanner.complete or self._scanner.cut
         self._add(text[:end], parts)
@@ -220,13 +221,13 @@ class Arguments:
 
 
 class ObjectCall:
-    """One call that is a JSON object, without markers around it."""
+    """One call that is a JSON object without markers around it."""
 
     def __init__(self, writer: CallWriter, arguments: Key, *, only_known: bool):
-        """`only_known`: an object that names no tool of the request is no call."""
+        """`only_known`: an object is a call only if it names a tool of the request."""
         self.opened = False
         self.refused = False
-        """The text is no call."""
+        """The text is not a call."""
         self._writer = writer
         self._keys = arguments
         self._only_known = only_known
@@ -239,8 +240,8 @@ class ObjectCall:
         return self._state is _State.ENDED
 
     def push(self, text: str, parts: list[CallPart]) -> str:
-        """What is left of the text: to be pushed again with more, unless the call has ended or the
-        text is none."""
+        """Returns the unread text. Push it again with more, unless the call has ended or the text
+        is not a call."""
         if self._state is _State.HEADER:
             text = self._read_header(text, parts)
         if self._state is _State.ARGUMENTS:

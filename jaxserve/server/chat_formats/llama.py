@@ -1,4 +1,4 @@
-"""Llama 3's tool calls: `{"name": …, "parameters": …}`, perhaps behind `<|python_tag|>`."""
+"""Llama 3's tool calls: `{"name": …, "parameters": …}`, optionally after `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from jaxserve.structured import grammars
 
 PYTHON_TAG = "<|python_tag|>"
 BETWEEN = ";"
-"""Stands between two calls."""
+"""Separates two calls."""
 
 
 class Llama3Json(ToolFormat):
-    """An answer that begins with the JSON of a call of one of the request's tools is a call, and so
-    is such JSON behind the marker. Custom tools are called with an object that holds their input.
+    """Llama 3's tool calls. An answer is a call if it begins with the JSON of a call of a known
+    tool, or has such JSON after the marker. Custom tools are called with an object that holds their
+    input.
     """
 
     name = "llama3_json"
@@ -36,7 +37,7 @@ class Llama3Json(ToolFormat):
         lines = [
             f"calls: {tag}body{more}",
             any_body(tools),
-            # What begins with a brace is read as a call; any other text is none.
+            # A text that begins with a brace is parsed as a call; other text is not.
             rf"prose: /\s*[^{{\s]{grammars.ANY_TEXT}*/",
         ]
         for index, tool in enumerate(tools):
@@ -45,7 +46,7 @@ class Llama3Json(ToolFormat):
 
 
 class Llama3Reader:
-    """Implements `CallReader`, of all calls of an answer."""
+    """Implements `CallReader` for all calls of an answer."""
 
     def __init__(self, writer: CallWriter, most: int, marker: str):
         self.opened = False
@@ -54,7 +55,7 @@ class Llama3Reader:
         self._marker = marker
         self._text = ""
         self._seen = ""
-        """All so far, as long as no call has opened."""
+        """All text so far, until a call has opened."""
         self._call = self._next_call()
         self._between = False
 
@@ -86,8 +87,8 @@ class Llama3Reader:
         return ObjectCall(self._writer, ("parameters", "arguments"), only_known=True)
 
     def _read_between(self) -> str | None:
-        """Behind a call: text that is no other call, if any. Else another one begins, or it cannot
-        be told yet."""
+        """Reads the text after a call. Returns text that is not another call; None if another call
+        begins or more text is needed."""
         text = skip_space(self._text)
         if self._writer.num_calls >= self._most:
             return text
@@ -103,7 +104,7 @@ class Llama3Reader:
         return None
 
     def _refused(self, parts: list[CallPart]) -> str:
-        """It is no call."""
+        """Ends the reader: the text is not a call."""
         if self.opened:
             return self._text
         if self._marker:

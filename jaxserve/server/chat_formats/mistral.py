@@ -1,4 +1,4 @@
-"""Mistral's tool calls behind `[TOOL_CALLS]`: a JSON list, or name, `[ARGS]` and a JSON object."""
+"""Mistral's tool calls after `[TOOL_CALLS]`: a JSON list, or name, `[ARGS]` and a JSON object."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from jaxserve.structured import grammars
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID_CHARS = 9
-"""Letters and digits of a call's id: templates refuse others."""
+"""Letters and digits in a call id. Templates refuse other ids."""
 
 _ALPHABET = string.ascii_letters + string.digits
 _ID = re.compile(rf"[a-zA-Z0-9]{{{ID_CHARS}}}")
 
 
 class Mistral(ToolFormat):
-    """Both ways to write calls are read; models whose vocabulary has `[ARGS]` are made to write the
-    newer one. Custom tools are called with an object that holds their input."""
+    """Mistral's tool calls. It parses both forms. The grammar uses the newer form if the vocabulary
+    has `[ARGS]`. Custom tools are called with an object that holds their input."""
 
     name = "mistral"
     begins = CALLS
@@ -83,11 +83,11 @@ class _State(Enum):
     ARGUMENTS = auto()
     IN_LIST = auto()
     BETWEEN = auto()
-    """Behind a call of a list."""
+    """After a call in a list."""
 
 
 class MistralReader:
-    """Implements `CallReader`, of one list of calls or of one call of the newer kind."""
+    """Implements `CallReader` for one list of calls, or for one call in the newer form."""
 
     def __init__(self, writer: CallWriter, most: int):
         self.opened = False
@@ -96,7 +96,7 @@ class MistralReader:
         self._state = _State.START
         self._text = ""
         self._seen = ""
-        """All so far, as long as no call has opened."""
+        """All text so far, until a call has opened."""
         self._call = self._next_call()
         self._arguments = Arguments(writer, custom=False)
 
@@ -148,7 +148,7 @@ class MistralReader:
             self._state = _State.NAME
 
     def _read_name(self, parts: list[CallPart]) -> bool:
-        """False: what comes is no name."""
+        """Reads a call's name. Returns False if the text is not a name."""
         head = self._text[:MAX_HEADER]
         may_come = len(self._text) < MAX_HEADER
         end = next((i for i, char in enumerate(head) if char in "[{"), -1)
@@ -183,7 +183,7 @@ class MistralReader:
         return None
 
     def _refused(self, parts: list[CallPart]) -> str:
-        """It is no call."""
+        """Ends the reader: the text is not a call."""
         if self.opened:
             return self._text
         parts.append(Content(CALLS))

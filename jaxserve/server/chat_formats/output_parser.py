@@ -1,4 +1,4 @@
-"""A model's text as it comes: reasoning, content and tool calls told apart."""
+"""Splits a model's text into reasoning, content and tool calls as it arrives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxserve.server.chat_formats.tool_format import (
 )
 
 _ALL_CALLS = 2**31
-"""More than any output has."""
+"""More calls than any output has."""
 
 
 class _State(Enum):
@@ -30,20 +30,19 @@ class _State(Enum):
     """Only white space so far; reasoning may begin."""
     REASONING = auto()
     AFTER = auto()
-    """Behind reasoning or a call, before content: white space is dropped."""
+    """After reasoning or a call, before content. White space is dropped."""
     CONTENT = auto()
     CALL = auto()
     ENDED = auto()
-    """The only call allowed is complete."""
+    """The only allowed call is complete."""
 
 
 class OutputParser:
-    """Splits a model's text into reasoning, content and tool calls while it arrives. The pieces do
-    not depend on how the text is split. Line breaks around the markers belong to the format, not to
-    the text: the chat template puts them back when the message returns as history.
+    """Splits a model's text into reasoning, content and tool calls as it arrives. The result does
+    not depend on how the text is split into parts.
 
-    Line breaks around the markers belong to the format, not to the text: the chat template puts
-    them back when the message returns as history.
+    Line breaks around the markers belong to the format, not to the text. The chat template adds
+    them when the message returns as history.
     """
 
     def __init__(
@@ -58,25 +57,26 @@ class OutputParser:
     ):
         """
         Args:
-          tool_format: how calls look; None: there are none.
-          tools: those that may be called.
-          reasoning: how reasoning looks; None: there is none.
-          opened: the output begins inside of the reasoning.
-          text_or_calls: what does not begin with a call has none, whatever markers it spells.
+          tool_format: the format of calls; None: there are no calls.
+          tools: the tools that may be called.
+          reasoning: the format of reasoning; None: there is no reasoning.
+          opened: the output begins inside of reasoning.
+          text_or_calls: an output that does not begin with a call has no calls, even if it contains
+            their markers.
         """
         self._tools = tool_format
         self._reasoning = reasoning
         self._text_or_calls = text_or_calls
         self._at_start = tool_format is not None and (text_or_calls or tool_format.bare)
-        """Whether the content begins with a call has to be seen yet."""
+        """Whether to check if the content begins with a call."""
         self._most_calls = _ALL_CALLS if parallel_calls else 1
         self._state = _State.CONTENT if reasoning is None else _State.START
         if opened:
             self._state = _State.REASONING
         self._fresh = opened
-        """Nothing of the reasoning has come yet."""
+        """Whether no reasoning has arrived yet."""
         self._repeats = opened and reasoning is not None and reasoning.begins_open
-        """The opening marker may come all the same: some templates leave it to the model."""
+        """Whether the opening marker may still come: some templates leave it to the model."""
         self._pending = ""
         make_id = tool_format.make_id if tool_format is not None else str
         self._calls = CallWriter(tools, make_id)
@@ -100,7 +100,7 @@ class OutputParser:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more can be shown, because no further calls are wanted."""
+        """Whether nothing more will be shown, because no further calls are wanted."""
         return self._state is _State.ENDED
 
     def push(self, text: str) -> list[Piece]:
@@ -111,7 +111,7 @@ class OutputParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Returns what is still held back, once the text is complete."""
+        """Returns the held text at the end of the output."""
         text, self._pending = self._pending, ""
         if self._state is _State.CALL and self._reader is not None:
             parts: list[CallPart] = []
@@ -123,7 +123,7 @@ class OutputParser:
         return [Content(text)] if shown else []
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Consume up to the next marker; False when more text is needed."""
+        """Parses up to the next marker. Returns False if more text is needed."""
         match self._state:
             case _State.START:
                 return self._start()
@@ -179,7 +179,7 @@ class OutputParser:
         return bool(found)
 
     def _begin_content(self) -> bool:
-        """Whether the answer begins with a call."""
+        """Returns whether the answer begins with a call."""
         assert self._tools is not None
         seen = self._pending.lstrip("\n")
         unspaced = seen.lstrip() if self._tools.bare else seen
@@ -202,7 +202,7 @@ class OutputParser:
         self._reader = self._tools.reader(self._calls, self._most_calls, marker)
 
     def _until(self, markers: Sequence[str]) -> tuple[str, str]:
-        """The text that is safe to show, and the marker behind it, if one has come."""
+        """Returns the text that is safe to show, and the marker after it, if one has arrived."""
         text, found = self._pending, first_marker(self._pending, markers)
         if found is not None:
             place, marker = found

@@ -1,4 +1,4 @@
-"""What a model's output is made of: content, reasoning and tool calls."""
+"""The pieces of a model's output: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class Content(NamedTuple):
 
 
 class Reasoning(NamedTuple):
-    """Text of the model's thoughts."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 class CallOpened(NamedTuple):
-    """A tool call begins; its arguments follow."""
+    """The beginning of a tool call. Its arguments follow."""
 
     position: int
-    """Of the call among those of the answer, from 0."""
+    """Index of the call in the answer, from 0."""
     id: str
     name: str
     custom: bool = False
-    """The arguments are free text."""
+    """Whether the arguments are free text."""
 
 
 class CallArguments(NamedTuple):
-    """The next part of a call's arguments: JSON, or free text."""
+    """The next part of a call's arguments: JSON or free text."""
 
     position: int
     text: str
@@ -38,10 +38,10 @@ class CallArguments(NamedTuple):
 
 
 type CallPart = Content | CallOpened | CallArguments
-"""What stands where calls are expected. Content: it is no call."""
+"""The output where calls are expected. Content means that it is not a call."""
 
 type Piece = CallPart | Reasoning
-"""A stretch of output of one kind."""
+"""A part of the output that is of one kind."""
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
@@ -57,7 +57,7 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 def partial(text: str, marker: str) -> int:
     """Returns the length of the longest proper prefix of the marker that ends the text."""
     if text.find(marker[0], max(0, len(text) - len(marker) + 1)) < 0:
-        return 0  # so it is with nearly all texts
+        return 0  # the case of nearly all texts
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

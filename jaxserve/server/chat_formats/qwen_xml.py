@@ -39,9 +39,9 @@ _VALUE_ENDS = (f"\n{END_PARAMETER}", END_PARAMETER, f"\n{END_CALL}", END_CALL)
 
 
 class QwenXml(ToolFormat):
-    """Values are raw text: strings stand as they are, other values as JSON, and the tool's schema
-    says which it is. The line breaks next to the tags are not part of a value. The input of custom
-    tools is the value of a parameter."""
+    """Tool calls in XML tags. Values are raw text: strings as they are, other values as JSON. The
+    tool's schema says which. Line breaks next to the tags are not part of a value. The input of a
+    custom tool is the value of a parameter."""
 
     name = "qwen3_xml"
     begins = CALL
@@ -76,7 +76,7 @@ class QwenXml(ToolFormat):
 
 
 def _input_text(tool: CustomTool) -> str:
-    """A regular expression, as it stands between slashes."""
+    """Returns a regular expression for the input, without the slashes around it."""
     form = input_grammar(tool)
     if form is None:
         return f"{grammars.ANY_TEXT}*"
@@ -92,15 +92,15 @@ def _input_text(tool: CustomTool) -> str:
 class _State(Enum):
     HEADER = auto()
     BETWEEN = auto()
-    """Behind the function's name or a parameter."""
+    """After the function's name or after a parameter."""
     VALUE = auto()
     REST = auto()
-    """Behind the function: whatever comes up to the closing marker is dropped."""
+    """After the function. Text up to the closing marker is dropped."""
 
 
 class QwenXmlReader:
-    """Implements `CallReader`, of one block. A string grows as it is written, other values come
-    when they are complete."""
+    """Implements `CallReader` for one block. Passes on strings as they are written, and other
+    values when they are complete."""
 
     def __init__(self, writer: CallWriter):
         self.opened = False
@@ -108,21 +108,21 @@ class QwenXmlReader:
         self._state = _State.HEADER
         self._text = ""
         self._seen = ""
-        """All so far, as long as no call has opened."""
+        """All text so far, until a call has opened."""
         self._behind: str | None = None
-        """The text behind the call, once that has ended."""
+        """The text after the call, once the call has ended."""
         self._custom = False
         self._schemas: Mapping[str, Any] = {}
-        """Of the parameters, by name."""
+        """Schemas of the parameters, by name."""
         self._num_parameters = 0
         self._schema: Any = None
-        """Of the value that is being read."""
+        """Schema of the value that is being read."""
         self._value = ""
-        """It, as far as it has come, where it is not passed on as it comes."""
+        """The value so far, if it is not passed on while it is written."""
         self._fresh = False
-        """Nothing of the value has come yet."""
+        """Whether nothing of the value has arrived yet."""
         self._scanner: ObjectScanner | None = None
-        """Of a list or an object that is being read: tags in its strings are text."""
+        """Scans a list or object value, because tags in its strings are text."""
 
     def push(self, text: str, parts: list[CallPart]) -> str | None:
         self._text += text
@@ -202,7 +202,7 @@ class QwenXmlReader:
 
     @property
     def _streams(self) -> bool:
-        """The value is a string: it is passed on as it comes."""
+        """Whether the value is a string, which is passed on as it is written."""
         return self._custom or json_types(self._schema) == STRING
 
     def _read_value(self, parts: list[CallPart]) -> bool:
@@ -230,7 +230,8 @@ class QwenXmlReader:
         return True
 
     def _read_nested(self) -> bool:
-        """Up to the end of a list or an object, if the value is one; False: more text is needed."""
+        """Reads to the end of a list or object value, if it is one. Returns False if more text is
+        needed."""
         if not self._value.strip() and self._text[:1] in ("[", "{") and self._scanner is None:
             self._scanner = ObjectScanner(END_PARAMETER)
         if self._scanner is None or self._scanner.complete or self._scanner.cut:
@@ -252,8 +253,8 @@ class QwenXmlReader:
             parts.append(self._writer.arguments("}"))
 
     def _skip_to(self, *tags: str) -> str | None:
-        """Drops what stands before the first of the tags, and says which it is; None: none has come
-        yet."""
+        """Drops the text before the first of the tags and returns the tag; None if none has
+        arrived."""
         found = first_marker(self._text, tags)
         if found is None:
             held = max(partial(self._text, tag) for tag in tags)

@@ -1,4 +1,4 @@
-"""Values of arguments that are written as raw text: their grammar, and what they are as JSON."""
+"""Arguments that are written as raw text: their grammar, and their conversion to JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 
 _EITHER = ("anyOf", "oneOf")
 _MOST_REFERENCES = 16
-"""That one value may lead through."""
+"""The most references that one value may follow."""
 _FOLLOWED = frozenset({"type", "properties", "required", "additionalProperties"})
 _WITHOUT_EFFECT = frozenset(
     {"$schema", "$id", "title", "description", "examples", "default", "$defs", "definitions"}
@@ -24,8 +24,8 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields, in the schema's order, how the call's rule names each parameter, and the parameter's
-    own rules. Raises GrammarError if the schema constrains more than its parameters."""
+    """Yields, in the schema's order, the name of each parameter in the call's rule, and the
+    parameter's own rules. Raises GrammarError if the schema constrains more than its parameters."""
     if unknown := schema.keys() - _FOLLOWED - _WITHOUT_EFFECT:
         raise GrammarError(
             f"{min(unknown)} of the arguments' schema cannot be enforced in this model's tool calls"
@@ -55,7 +55,7 @@ def parameter_rules(tool: int, schema: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _value(tool: int, number: int, schema: Any, definitions: Mapping[str, Any]) -> list[str]:
-    """The rules of a parameter's value, up to the end of its closing tag."""
+    """Returns the rules of a parameter's value, up to the end of its closing tag."""
     rule = f"value_{tool}_{number}"
     if not isinstance(schema, dict):
         return [f"{rule}: text_value"]
@@ -90,7 +90,7 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _followed(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference to a definition refers to."""
+    """Returns the target of a reference to a definition."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
@@ -109,7 +109,7 @@ ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "object"
 
 
 def json_types(schema: Any) -> frozenset[str]:
-    """Returns the JSON types that a value may have, as far as the schema says."""
+    """Returns the JSON types that the schema allows for a value."""
     if not isinstance(schema, dict):
         return ANY_TYPE
     kind = schema.get("type")
@@ -144,8 +144,8 @@ def _type_of(value: Any) -> frozenset[str]:
 
 
 def as_json(text: str, schema: Any) -> str:
-    """Returns a raw text value as JSON of a type that the schema allows. Text that fits none
-    becomes a string."""
+    """Converts a raw text value to JSON of a type that the schema allows. Text that fits no such
+    type becomes a string."""
     kinds = json_types(schema)
     literals = {"True": "true", "False": "false", "None": "null"}
     written = literals.get(text.strip(), text.strip())
@@ -164,8 +164,8 @@ def json_string(text: str) -> str:
 
 
 def text_rule(name: str, pattern: str) -> list[str]:
-    """Returns a Lark rule for text that matches a regular expression, up to the first tag that ends
-    a value."""
+    """Returns a Lark rule for text that matches a regular expression and ends at the first closing
+    tag of a value."""
     terminal = name.upper()
     return [
         rf"{name}: {name}_to_tag /\n/",

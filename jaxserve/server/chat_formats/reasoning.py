@@ -1,4 +1,4 @@
-"""How models mark their reasoning."""
+"""Formats of reasoning: the markers around it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """Reasoning stands between two markers, at the beginning of the output."""
+    """Reasoning between two markers at the beginning of the output."""
 
     name: str
     opens: str
     closes: str
     begins_open: bool = False
-    """Output begins inside of the reasoning, whether or not the prompt shows its opening marker."""
+    """Whether outputs begin inside of reasoning, even if the prompt does not show the opening
+    marker."""
 
     @property
     def markers(self) -> tuple[str, str]:

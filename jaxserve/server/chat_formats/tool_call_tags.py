@@ -1,4 +1,4 @@
-"""Calls between `<tool_call>` and `</tool_call>`, one in each pair."""
+"""The grammar of calls between `<tool_call>` and `</tool_call>`, one call in each pair."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def tagged_calls(
     """Returns the grammar of one to `most` calls.
 
     Args:
-      bodies: rules, of which `body` is what stands between the tags, behind a line break.
-      inputs: grammars that these rules name.
+      bodies: rules. The rule `body` matches the text between the tags, after a line break.
+      inputs: grammars that these rules refer to.
       markers: token ids by spelling.
     """
     call, end_call = (grammars.marker(each, markers) for each in (CALL, END_CALL))

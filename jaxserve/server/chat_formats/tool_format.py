@@ -1,4 +1,4 @@
-"""The contract of a tool call format: how calls are read from a text, and the grammar of calls."""
+"""The interface of tool call formats: parsers of calls, and grammars of calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from jaxserve.structured.errors import GrammarError
 from jaxserve.structured.grammars import CallRules
 
 type CallableTool = ToolFunction | CustomTool
-"""A function, whose arguments are a JSON object, or a custom tool, whose input is free text."""
+"""A function takes a JSON object; a custom tool takes free text."""
 
 MAX_HEADER = 1024
-"""Characters in which a call's name and the start of its arguments must appear to be streamed."""
+"""The name and the start of the arguments must appear within this many characters, or the call is
+not streamed."""
 
 
 INPUT = "input"
-"""The only argument of a custom tool, where a format has no place for free text."""
+"""The only argument of a custom tool, in formats without free text."""
 INPUT_OBJECT: Mapping[str, Any] = MappingProxyType(
     {
         "properties": {INPUT: {"type": "string"}},
@@ -29,7 +30,7 @@ INPUT_OBJECT: Mapping[str, Any] = MappingProxyType(
         "additionalProperties": False,
     }
 )
-"""JSON schema of its arguments then."""
+"""JSON schema of the arguments in that case."""
 
 
 def input_grammar(tool: CustomTool) -> CustomGrammar | None:
@@ -39,7 +40,8 @@ def input_grammar(tool: CustomTool) -> CustomGrammar | None:
 
 def input_schema(tool: CallableTool) -> Mapping[str, Any]:
     """Returns the JSON schema of a call's arguments, for formats without free text. Raises
-    GrammarError if the custom tool's input follows a grammar, which a JSON string cannot."""
+    GrammarError if the custom tool's input has a grammar, because a JSON string cannot follow
+    it."""
     if isinstance(tool, ToolFunction):
         return tool.parameters or {}
     if input_grammar(tool) is not None:
@@ -50,7 +52,7 @@ def input_schema(tool: CallableTool) -> Mapping[str, Any]:
 
 
 def random_call_id() -> str:
-    """Returns an id in OpenAI's shape."""
+    """Returns an id in OpenAI's format."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -64,7 +66,7 @@ class CallWriter:
         self._custom = False
 
     def is_custom(self, name: str) -> bool:
-        """Whether the tool takes free text; unknown ones do not."""
+        """Returns whether the tool takes free text; False for unknown tools."""
         return isinstance(self.tools.get(name), CustomTool)
 
     def open(self, name: str) -> CallOpened:
@@ -74,40 +76,40 @@ class CallWriter:
         return CallOpened(self.num_calls - 1, self._make_id(), name, self._custom)
 
     def arguments(self, text: str) -> CallArguments:
-        """More of the arguments of the call that was opened last."""
+        """Adds to the arguments of the call opened last."""
         return CallArguments(self.num_calls - 1, text, self._custom)
 
 
 class CallReader(Protocol):
-    """Reads calls from where they begin. The parts do not depend on how the text is split."""
+    """Parses calls from their beginning. The result does not depend on how the text is split."""
 
     @property
     def opened(self) -> bool:
-        """Whether a call has begun. Before that the text may turn out to be none."""
+        """Whether a call has begun. Until then the text may turn out to be no call."""
         ...
 
     def push(self, text: str, parts: list[CallPart]) -> str | None:
-        """Adds to `parts` what is certain by now. Returns the text behind the calls, or text that
-        turned out to be no call and is not among the parts; None while the calls go on."""
+        """Adds the certain parts to `parts`. Returns the text after the calls, or text that is no
+        call and not among the parts; None while the calls continue."""
         ...
 
     def finish(self, parts: list[CallPart]) -> None:
-        """The output has ended before the calls did."""
+        """Reports that the output has ended before the calls did."""
         ...
 
 
 class CallFormat(ABC):
-    """How a family of models writes tool calls: among its text, or in messages of their own."""
+    """The format in which a family of models writes tool calls: inside its text, or as messages."""
 
     name: ClassVar[str]
     """vLLM's name of the parser."""
     markers: ClassVar[tuple[str, ...]]
-    """Spellings that readers look for. Where tokens of these spellings are special ones, which
-    texts leave out, readers must see them all the same."""
+    """Spellings that readers look for. If tokens with these spellings are special, texts omit them,
+    but readers must still see them."""
     turn_ends: ClassVar[tuple[str, ...]]
     """Spellings of the tokens that end the assistant's turn."""
     free_text: ClassVar[bool] = False
-    """The input of a custom tool stands in a call as it is, in place of JSON."""
+    """Whether calls contain the input of a custom tool verbatim instead of JSON."""
 
     def make_id(self) -> str:
         """Returns a new call id in a form that the models' templates accept."""
@@ -121,38 +123,39 @@ class CallFormat(ABC):
     def rules(
         self, tools: Sequence[CallableTool], markers: Mapping[str, int], most: int
     ) -> CallRules:
-        """Returns the grammar of one to `most` calls. `reader` reads whatever it accepts.
+        """Returns the grammar of one to `most` calls. `reader` parses everything that it accepts.
 
         Args:
-          markers: token ids by spelling; a marker that is no token is spelled out.
+          markers: token ids by spelling. A marker that is no token is spelled out.
 
         Raises:
-          GrammarError: the arguments of a tool cannot be followed in this format.
+          GrammarError: the format cannot express the arguments of a tool.
         """
 
 
 class ToolFormat(CallFormat):
-    """Calls that stand in the content, behind a marker."""
+    """A format whose calls are part of the content, after a marker."""
 
     begins: ClassVar[str]
-    """The marker at which calls begin, anywhere in the content."""
+    """The marker that begins calls, anywhere in the content."""
     bare: ClassVar[bool] = False
-    """Calls may also begin without the marker: as JSON at the beginning of the content."""
+    """Whether calls may also begin without the marker: as JSON at the beginning of the content."""
     ends_reasoning: ClassVar[bool] = False
-    """The marker ends reasoning that was not closed."""
+    """Whether the marker ends reasoning that was not closed."""
 
     @abstractmethod
     def reader(self, writer: CallWriter, most: int, marker: str) -> CallReader:
         """Returns a reader of calls that begin here.
 
         Args:
-          most: the reader may end after so many calls in all.
-          marker: `begins`, which has just been taken off the text; empty where calls begin bare.
+          most: the reader may end after this many calls.
+          marker: `begins`, which was just removed from the text; empty if calls began without it.
         """
 
 
 class MessageFormat(CallFormat):
-    """An output is a row of messages, and reasoning, content and calls are kinds of them."""
+    """A format whose output is a sequence of messages. Reasoning, content and calls are kinds of
+    them."""
 
     @abstractmethod
     def parser(
@@ -163,21 +166,21 @@ class MessageFormat(CallFormat):
         parallel_calls: bool,
         text_or_calls: bool,
     ) -> Parser:
-        """Returns a parser of one output, also where there are no tools.
+        """Returns a parser of one output, even if there are no tools.
 
         Args:
-          reasoning: it is told from content.
-          parallel_calls, text_or_calls: as of `OutputParser`.
+          reasoning: whether to separate reasoning from content.
+          parallel_calls, text_or_calls: as for `OutputParser`.
         """
 
 
 class Parser(Protocol):
-    """A model's text as it comes: reasoning, content and tool calls told apart. The pieces do not
-    depend on how the text is split."""
+    """Splits a model's text into reasoning, content and tool calls as it arrives. The result does
+    not depend on how the text is split into parts."""
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         ...
 
     @property
@@ -192,13 +195,13 @@ class Parser(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more can be shown, because no further calls are wanted."""
+        """Whether nothing more will be shown, because no further calls are wanted."""
         ...
 
     def push(self, text: str) -> list[Piece]:
-        """Returns what is certain by now."""
+        """Adds text. Returns the pieces that are certain by now."""
         ...
 
     def finish(self) -> list[Piece]:
-        """Returns what is still held back, once the text is complete."""
+        """Returns the held text at the end of the output."""
         ...

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: translated to a chat, and the chat's output back."""
+"""Anthropic's Messages API: translates requests to chats, and chat outputs back."""
 
 from jaxserve.server.messages.handlers import count_tokens, messages
 

@@ -25,7 +25,7 @@ from jaxserve.server.shapes import CountedTokens
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    """Answers a chat in Anthropic's shape."""
+    """Answers a chat in Anthropic's format."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()
@@ -42,7 +42,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.Response:
-    """Answers with the number of tokens that the prompt would have."""
+    """Answers with the number of tokens in the prompt."""
     service = service_of(request)
     fields, ignored, size = await read_fields(request, CountTokensRequest, REJECTED, SILENT)
     service.model_name(fields.model)

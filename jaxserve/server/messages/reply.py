@@ -1,4 +1,4 @@
-"""A chat's output in the words of the Messages API."""
+"""Formats a chat's output for the Messages API."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class MessagesReply:
         return _event({"type": "message_start", "message": {**message, "usage": self._usage()}})
 
     def _usage(self) -> Json:
-        """Tokens read from the cache are not among `input_tokens`."""
+        """Returns the usage. `input_tokens` does not include tokens read from the cache."""
         cached = self._generation.cached_tokens
         return {
             "input_tokens": self._generation.prompt_tokens - cached,
@@ -101,7 +101,7 @@ def _change_event(change: Change) -> bytes:
         delta = _block_delta(segment, change.text)
         body = {"type": "content_block_delta", "index": segment.index, "delta": delta}
     elif isinstance(segment.first, Reasoning):
-        # Thoughts are not signed: an empty signature completes the block as clients expect it.
+        # Reasoning is not signed. Clients expect a signature to complete the block, so it is empty.
         delta = {"type": "signature_delta", "signature": ""}
         signature = {"type": "content_block_delta", "index": segment.index, "delta": delta}
         return _event(signature) + _event(body)
@@ -135,7 +135,8 @@ def _block(segment: Segment) -> Json:
 
 
 def _parsed(arguments: str) -> Json:
-    """Arguments that are no JSON object, such as unfinished ones, under the documented key."""
+    """Parses arguments. Puts text that is no JSON object, such as unfinished JSON, under the
+    documented key."""
     try:
         return msgspec.json.decode(arguments.encode(), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

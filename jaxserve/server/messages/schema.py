@@ -1,4 +1,4 @@
-"""What /v1/messages understands."""
+"""The request types of /v1/messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class PlainText(Struct, kw_only=True):
-    """A text block where no other kind may be. (msgspec asks for a tag only among several.)"""
+    """A text block where no other kind is allowed. (msgspec needs a tag only to distinguish
+    kinds.)"""
 
     type: Literal["text"]
     text: str
@@ -29,7 +30,7 @@ class ThinkingBlock(Struct, kw_only=True, tag_field="type", tag="thinking"):
 
 
 class RedactedThinkingBlock(Struct, kw_only=True, tag_field="type", tag="redacted_thinking"):
-    """Accepted and left out: what it hides is not known here."""
+    """Accepted and ignored, because the server cannot read its content."""
 
     data: str
 
@@ -41,7 +42,7 @@ class ToolUseBlock(Struct, kw_only=True, tag_field="type", tag="tool_use"):
 
 
 class ResultPart(Struct, kw_only=True):
-    """A text; for others, such as images and references, stands a placeholder."""
+    """A text. Other parts, such as images and references, become a placeholder."""
 
     type: str
     text: str | None = None
@@ -61,7 +62,7 @@ class InputMessage(Struct, kw_only=True):
 
 
 class ToolDefinition(Struct, kw_only=True):
-    """Of type `custom`, if any; those of Anthropic's own types are not honoured."""
+    """A tool of type `custom` or without a type. Anthropic's own tool types are not supported."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     input_schema: dict[str, Any] | None = None
@@ -88,11 +89,11 @@ class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 class OutputConfig(Struct, kw_only=True):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Has no effect, which the response header says."""
+    """Has no effect; the response header names it."""
 
 
 class PromptFields(Struct, kw_only=True):
-    """The fields that the prompt is made of."""
+    """The fields that make up the prompt."""
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -139,4 +140,4 @@ SILENT = frozenset(
         "tools.cache_control",
     }
 )
-"""Prefixes are cached without being asked."""
+"""Fields without effect that are not reported: prefixes are always cached."""

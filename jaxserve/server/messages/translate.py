@@ -1,4 +1,4 @@
-"""A request of the Messages API as a chat."""
+"""Translates a request of the Messages API to a chat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
 }
-"""A chat's fields whose errors are about another field here."""
+"""Chat fields and the fields of this API that errors about them should name."""
 
 BILLING = "x-anthropic-billing-header"
 
@@ -41,11 +41,11 @@ _BLOCKS = {
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }
-"""What messages are made of, by role."""
+"""The allowed blocks of messages, by role."""
 
 
 def to_chat(fields: MessagesRequest) -> chat.ChatRequest:
-    """Returns the chat that a request of the Messages API is. Raises ApiError (400)."""
+    """Translates a request of the Messages API to a chat. Raises ApiError (400)."""
     request = prompt_to_chat(fields)
     request.stream = fields.stream
     request.max_tokens = fields.max_tokens
@@ -77,13 +77,13 @@ def prompt_to_chat(fields: PromptFields) -> chat.ChatRequest:
         tool_choice=_tool_choice(choice) if choice is not None else None,
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         chat_template_kwargs={"enable_thinking": thinks},
-        # A last message of the assistant is the beginning of the answer.
+        # A final assistant message is the beginning of the answer.
         continue_final_message=messages[-1].role == "assistant",
     )
 
 
 def _translated(message: InputMessage, param: str) -> list[chat.Message]:
-    """One message per result of a tool; the texts between them stay together."""
+    """Returns one message per tool result. The texts between results stay together."""
     if isinstance(message.content, str):
         return [chat.Message(role=message.role, content=message.content)]
     _check_blocks(message.role, message.content, param)
@@ -135,9 +135,9 @@ def _assistant(blocks: Sequence[Any]) -> chat.Message:
 
 
 def _without_billing(system: str | Sequence[PlainText]) -> str:
-    """The system text without a leading line of Claude Code's for Anthropic's accounting. It says
-    nothing to the model and differs from request to request: with it no prefix would be found in
-    the cache."""
+    """Returns the system text without a leading line that Claude Code adds for Anthropic's
+    accounting. That line differs between requests, so the prefix cache would never have a hit. It
+    says nothing to the model."""
     first, *rest = [system] if isinstance(system, str) else [block.text for block in system] or [""]
     if first.startswith(BILLING):
         first = first.partition("\n")[2]
@@ -145,7 +145,7 @@ def _without_billing(system: str | Sequence[PlainText]) -> str:
 
 
 def _tool(position: int, tool: ToolDefinition) -> dict[str, Any]:
-    """What no chat has either is passed on, to be left out and named there."""
+    """Translates a tool. Passes on unknown kinds: the chat leaves them out and names them."""
     if tool.type not in (None, "custom"):
         return {"type": tool.type}
     for name in ("name", "input_schema"):

@@ -16,7 +16,7 @@ from jaxserve.server.request.schema import ChatRequest
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Answers a chat in OpenAI's shape."""
+    """Answers a chat in OpenAI's format."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()

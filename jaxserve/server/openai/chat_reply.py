@@ -1,4 +1,4 @@
-"""Deltas of a chat as OpenAI's chunks, and the chunks as one body."""
+"""Formats a chat's deltas as OpenAI's chunks, and the chunks as one body."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REASONING_NAMES = {
     "reasoning": ("reasoning",),
     "reasoning_content": ("reasoning_content",),
 }
-"""Both names of the field are in use: vLLM's and the one of SGLang and DeepSeek."""
+"""Two names of the field are in use: vLLM's, and that of SGLang and DeepSeek."""
 
 
 class ChatReply(OpenAIReply):
@@ -55,7 +55,7 @@ class ChatReply(OpenAIReply):
         self._prompt_logprobs: Sequence[PromptLogprobs] | None = None
         self._named_tool = isinstance(fields.tool_choice, NamedTool | NamedCustomTool)
         self._held: list[list[Json]] = [[] for _ in generation.choices]
-        """Logprobs of the tokens whose text may still come."""
+        """Logprobs of tokens whose text may still come."""
         self._collected: list[list[Json]] = [[] for _ in generation.choices]
         self._begun = [False] * len(generation.choices)
         self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}
@@ -66,7 +66,7 @@ class ChatReply(OpenAIReply):
         return b"".join(self._encode(self._chunk(c)) for c in self._choices(delta))
 
     def _text_event(self, delta: Delta) -> bytes | None:
-        """For what nearly all deltas are: more of the same text and nothing else."""
+        """Returns the event of a delta that only adds text. Nearly all deltas are of this kind."""
         if not self._plain or delta.finish is not None or delta.logprobs is not None:
             return None
         if len(delta.pieces) != 1 or not self._begun[delta.choice]:
@@ -103,7 +103,7 @@ class ChatReply(OpenAIReply):
         return body
 
     def _choices(self, delta: Delta) -> list[Json]:
-        """The chunks' choices of one step: none while the parser has nothing to say."""
+        """Returns the choices in a step's chunks; empty while the parser has no output."""
         parser = self.generation.choices[delta.choice].parser
         reasoning = parser is not None and parser.in_reasoning
         pieces = filter(self._shown, delta.pieces)
@@ -111,7 +111,7 @@ class ChatReply(OpenAIReply):
         entries = self._released(delta)
         if not deltas and (self._must_speak(delta) or not (delta.text or delta.pieces)):
             names = self._reasoning if reasoning and self._show_reasoning else ("content",)
-            # A client that adds contents up must find none where there are only calls.
+            # If there are only calls, a client that concatenates contents must get none.
             called = parser is not None and parser.num_calls > 0
             deltas = [{} if called else dict.fromkeys(names, "")]
         if not deltas:
@@ -129,8 +129,8 @@ class ChatReply(OpenAIReply):
         return choices
 
     def _released(self, delta: Delta) -> list[Json]:
-        """The logprobs that come with this step: those of the content's tokens, when it is shown.
-        With token ids, those of every token at once."""
+        """Returns the logprobs of this step: those of the content's tokens, once it is shown. If
+        the client asked for token ids, those of all tokens at once."""
         if delta.logprobs is None:
             return []
         held = self._held[delta.choice]
@@ -152,7 +152,8 @@ class ChatReply(OpenAIReply):
         return delta.finish is not None or self._return_token_ids
 
     def _role_choice(self, index: int, first: Json) -> Json:
-        """`first`: what comes next; a call has no content before it."""
+        """Returns the choice with the role. `first`: its next part; a call has no content before
+        it."""
         content = "" if "content" in first else None
         choice = _choice(index, {"role": "assistant", "content": content})
         if self._return_token_ids:
@@ -181,12 +182,12 @@ def _delta_fields(piece: Piece, reasoning_names: Sequence[str]) -> Json:
 
 
 def _call_names(*, custom: bool) -> tuple[str, str]:
-    """What a call's field is named, and that of its text."""
+    """Returns the names of a call's field and of its text."""
     return ("custom", "input") if custom else ("function", "arguments")
 
 
 def _joined(index: int, parts: list[Json], reasoning_names: Sequence[str]) -> Json:
-    """The choice whose chunks these are, as a body that is not streamed shows it."""
+    """Joins the chunks of a choice for a body without streaming."""
     deltas = [part["delta"] for part in parts]
     message: Json = {"role": "assistant", "content": _text_of(deltas, "content"), "refusal": None}
     if reasoning := _text_of(deltas, reasoning_names[0]):

@@ -1,4 +1,4 @@
-"""Deltas of a completion as OpenAI's chunks, and the chunks as one body."""
+"""Formats a completion's deltas as OpenAI's chunks, and the chunks as one body."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CompletionReply(OpenAIReply):
         return self._encode(self._chunk(self._choice(delta)))
 
     def _text_event(self, delta: Delta) -> bytes | None:
-        """For what nearly all deltas are: more text and nothing else."""
+        """Returns the event of a delta that only adds text. Nearly all deltas are of this kind."""
         state = self._states[delta.choice]
         if not self._plain or not state.begun or delta.finish is not None:
             return None
@@ -103,7 +103,7 @@ class CompletionReply(OpenAIReply):
 
 
 class _ChoiceState:
-    """What has to be remembered between the chunks of one choice."""
+    """State of one choice between its chunks."""
 
     def __init__(self, echo: str, tokenizer: Tokenizer):
         self.begun = False
@@ -126,7 +126,7 @@ def _concatenated(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]
 
 
 def _joined(chunks: list[Json]) -> Json:
-    """The choice whose chunks these are, as a body that is not streamed shows it."""
+    """Joins the chunks of a choice for a body without streaming."""
     whole = {**chunks[0], "text": "".join(chunk["text"] for chunk in chunks)}
     whole["finish_reason"] = chunks[-1]["finish_reason"]
     if "token_ids" in whole:

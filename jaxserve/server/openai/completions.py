@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Continues one prompt or several, in OpenAI's shape."""
+    """Continues one or more prompts, in OpenAI's format."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     service.check_accepting()
@@ -65,26 +65,28 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 class CompletionPrompt(NamedTuple):
-    """A prompt of a completion, as far as it is kept."""
+    """A prompt of a completion after truncation."""
 
     ids: list[int]
     max_tokens: int
     echo: str
-    """What the output begins with."""
+    """Text that precedes the output."""
 
 
 def read_prompts(
     service: Service, fields: CompletionRequest
 ) -> tuple[list[CompletionPrompt], BadWords | None]:
-    """Returns the prompts of a request with what each has room for, and the words to avoid.
+    """Returns the prompts of a request with their limits on output tokens, and the words to avoid.
 
-    ApiError: they do not fit, or a field is wrong. Abandoned: the request is over.
+    Raises:
+      ApiError: the prompts are too long, or a field is wrong.
+      Abandoned: the request is over.
     """
     return _prompts(service, fields), avoided(service.tokenizer, fields)
 
 
 def _prompts(service: Service, fields: CompletionRequest) -> list[CompletionPrompt]:
-    """Those of the request, as far as they are kept, with what each has room for."""
+    """Returns the truncated prompts of the request with their limits on output tokens."""
     limits, asked = service.engine.limits, _asked(fields)
     fits = None if fields.truncate_prompt_tokens else fitting(limits, "prompt")
     given = completion_prompts(fields.prompt, service.tokenizer, fits)
@@ -114,7 +116,7 @@ async def _resolved(
     service, standing = arrival.service, arrival.standing(fields)
     options = text_options(fields)._replace(prompt_only=fields.max_tokens == 0)
     if fields.echo and fields.logprobs is not None:
-        # Clients that score prompts cut the last token off, whatever it is.
+        # Clients that score prompts cut off the last token, even a stop token.
         options = options._replace(stop_token_logprobs=True)
     constraint = text_constraint(fields)
     params = common_params(service, fields, min(prompt.max_tokens for prompt in prompts))
@@ -122,7 +124,7 @@ async def _resolved(
     requests: list[Request] = []
     for position, (ids, max_tokens, _) in enumerate(prompts):
         params = replace(of_all, max_tokens=max_tokens)
-        if constraint is None:  # else the text is of the grammar: it has no thoughts
+        if constraint is None:  # a constrained output has no reasoning
             params = within_budget(service, params, fields, ids)
         request_id = f"cmpl-{arrival.id}-{position}"
         requests += choice_requests(request_id, ids, params, fields, standing)
@@ -135,9 +137,13 @@ async def _resolved(
 
 
 def common_params(service: Service, fields: CompletionRequest, max_tokens: int) -> SamplingParams:
-    """Returns what all prompts have in common. `max_tokens`: of the one that has the least room.
+    """Returns the sampling parameters that all prompts share.
 
-    ApiError: a value does not go with another one, or with the model.
+    Args:
+      max_tokens: the smallest limit of the prompts.
+
+    Raises:
+      ApiError: a value conflicts with another one or with the model.
     """
     params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=fields.logprobs)
     if fields.echo and fields.logprobs is not None:
@@ -147,7 +153,7 @@ def common_params(service: Service, fields: CompletionRequest, max_tokens: int) 
 
 
 def _asked(fields: CompletionRequest) -> int:
-    """Tokens to compute: one at least, even if only the prompt is scored."""
+    """Returns the number of tokens to compute: at least one, even if only the prompt is scored."""
     if fields.max_tokens is None:
         return DEFAULT_MAX_TOKENS
     if fields.max_tokens < (0 if fields.echo else 1):

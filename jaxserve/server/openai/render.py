@@ -1,7 +1,7 @@
 """POST /v1/chat/completions/render and /v1/completions/render: a request's prompts as token ids.
 
-Routers that know which prefixes each server has cached ask for them, many times a second. Nothing
-here needs the engine: the answers come while it starts and while it is busy.
+Routers that know the cached prefixes of each server call these routes many times a second. They do
+not need the engine, so they answer while it starts and while it is busy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxserve.server.shapes import Rendered, RenderedParams
 
 
 async def render_chat(request: web.Request) -> web.Response:
-    """Answers with the prompt that the same body would have at /v1/chat/completions."""
+    """Answers with the prompt of the same body at /v1/chat/completions."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     fields, ignored, size = await read_fields(request, ChatRequest)
@@ -41,7 +41,7 @@ async def render_chat(request: web.Request) -> web.Response:
 
 
 async def render_completion(request: web.Request) -> web.Response:
-    """Answers with a list: an entry for each prompt that the same body has at /v1/completions."""
+    """Answers with a list: one entry for each prompt of the same body at /v1/completions."""
     arrival = Arrival(service=service_of(request), request=request)
     service = arrival.service
     fields, ignored, size = await read_fields(request, CompletionRequest)
@@ -74,7 +74,7 @@ def _rendered(
     params: SamplingParams,
     max_tokens: int | None = None,
 ) -> Rendered:
-    """`max_tokens`: this prompt's, where it is not that of `params`."""
+    """Returns the rendered prompt. `max_tokens`: the prompt's limit, if not that of `params`."""
     return Rendered(
         request_id=request_id,
         token_ids=ids,

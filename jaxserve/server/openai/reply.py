@@ -1,4 +1,4 @@
-"""What the chunks of chats and of completions have in common: head, usage, end."""
+"""The common parts of chat and completion chunks: head, usage, end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ type Json = dict[str, Any]
 
 
 def check_stream_options(service: Service, fields: GenerationFields) -> StreamOptions:
-    """Returns the options of the stream, with what the server's flags add. ApiError: there are
-    some, and no stream is asked for."""
+    """Returns the stream options, combined with the server's flags. Raises ApiError if there are
+    options but no stream was requested."""
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     options = fields.stream_options or StreamOptions()
@@ -26,7 +26,7 @@ def check_stream_options(service: Service, fields: GenerationFields) -> StreamOp
 
 
 class OpenAIReply:
-    """What replies of both APIs do alike. Subclasses make choices of deltas."""
+    """The common parts of replies of both APIs. Subclasses format choices."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class OpenAIReply:
         options: StreamOptions,
         fields: GenerationFields,
     ):
-        """`prefix`: of the id; `kind`: what chunks call themselves."""
+        """`prefix`: prefix of the id; `kind`: the object type of chunks."""
         self.generation = generation
         self._head: Json = {
             "id": f"{prefix}-{arrival.id}",
@@ -85,7 +85,7 @@ class OpenAIReply:
         }
 
     def _usage_chunk(self) -> Json:
-        """Before the end of a stream that has asked for usage; `metrics` is as in vLLM."""
+        """Returns the usage chunk before the end of a stream. `metrics` has vLLM's format."""
         chunk: Json = {**self._head, "choices": [], "usage": self._usage()}
         if (start := self.generation.choices[0].start) is not None:
             chunk["metrics"] = {

@@ -1,1 +1,1 @@
-"""The engine's tokens to text: reasoning, content and tool calls told apart."""
+"""From the engine's tokens to text, split into reasoning, content and tool calls."""

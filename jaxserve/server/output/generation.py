@@ -1,4 +1,4 @@
-"""From the engine's tokens to the text of each choice, whatever the API it is for."""
+"""From the engine's tokens to the text of each choice, independent of the API."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from jaxserve.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
 class TextOptions(NamedTuple):
-    """How tokens become text."""
+    """Options for the conversion of tokens to text."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
     shown_tokens: frozenset[int] = frozenset()
-    """Special tokens that are shown all the same: the parser has to see them."""
+    """Special tokens that are kept in the text because the parser must see them."""
     stop_token_logprobs: bool = False
-    """Whether the stop token, which is not shown, has its logprobs shown."""
+    """Whether to report the logprobs of the stop token, which is not shown."""
     prompt_only: bool = False
-    """Nothing is generated for the client: the one token that is computed is not shown."""
+    """The client wants no output: the one generated token is not shown."""
 
 
 class Delta(NamedTuple):
-    """What one step added to one choice."""
+    """The output that one step added to one choice."""
 
     choice: int
     text: str
-    """Empty while a character is incomplete or a stop string may be under way. Where the choice has
-    a parser: what this has been given, of which `pieces` have come."""
+    """The new text; empty while a character is incomplete or a stop string may be in progress. With
+    a parser, the text that the parser got; its result is in `pieces`."""
     tokens: tuple[int, ...]
     logprobs: TokenLogprobs | None
     finish: FinishReason | None
     pieces: Sequence[Piece] = ()
-    """Text told apart, where the choice has a parser."""
+    """The parsed text, if the choice has a parser."""
     prompt_logprobs: Sequence[PromptLogprobs] | None = None
     held: bool = False
-    """Text of its token, or of those before it, may be shown with a later one."""
+    """Whether text of this token, or of earlier ones, may be shown with a later token."""
 
 
 class GrammarLeft(EngineFailed):
@@ -71,7 +71,7 @@ def _nothing() -> None: ...
 
 
 class Choice:
-    """One sequence of a request, and its output so far."""
+    """One sequence of a request and its output so far."""
 
     def __init__(
         self,
@@ -85,20 +85,20 @@ class Choice:
         self.request = request
         self.parser = parser
         self.on_first_token: Callable[[], None] = _nothing
-        """Called when the prompt has been computed."""
+        """Called when the prompt was computed."""
         self.num_tokens = 0
         self.predicted = PredictedTokens(request.predicted)
-        """What the client predicted, as far as it has come."""
+        """The tokens that the client predicted, as far as they came true."""
         self.weights: set[int] = set()
         """Versions of the weights that computed its tokens."""
         self.cached_tokens = 0
         self.start: Start | None = None
-        """How it came to its first token, once that is there."""
+        """Report about the time to the first token, once it exists."""
         self.last_token_at = 0.0
-        """`time.perf_counter()`."""
+        """Time of the last token by `time.perf_counter()`."""
         self.finish: FinishReason | None = None
         self.reason: FinishReason | None = None
-        """How it ended, well or not; None: it has not begun."""
+        """How the choice ended, well or not; None: it has not begun."""
         self.reasoning_tokens = 0
         self._failed: FinishReason | None = None
         self._options = options
@@ -108,7 +108,7 @@ class Choice:
         self._stops = StopStrings(options.stop, include=options.include_stop)
 
     def _deltas(self, events: Sequence[TokenEvent]) -> list[Delta]:
-        """Up to the one with which the choice ends; what comes later is not the client's."""
+        """Returns the deltas up to the one that ends the choice. The client gets no later ones."""
         deltas: list[Delta] = []
         for event in events:
             if event.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
@@ -123,7 +123,7 @@ class Choice:
         return deltas
 
     def add(self, event: TokenEvent) -> Delta:
-        """Returns what the client sees of one event of a sequence that goes on, or ends well."""
+        """Returns the client's view of one event, for a sequence that continues or ends well."""
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.start = event.start or self.start
         if self._options.prompt_only:
@@ -158,7 +158,7 @@ class Choice:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that ended the output."""
+        """The stop string that ended the output, if any."""
         return self._stops.matched
 
     def _told_apart(
@@ -186,7 +186,7 @@ class Choice:
         return Delta(self.index, shown, tokens, logprobs, finish, pieces, held=held)
 
     def _until_stop(self, pieces: list[Piece]) -> list[Piece]:
-        """Stop strings are looked for in what is neither a thought nor a call."""
+        """Cuts the content at a stop string. Reasoning and calls are not searched."""
         if not self._options.stop:
             return pieces
         shown: list[Piece] = []
@@ -210,20 +210,21 @@ class Choice:
     async def run(
         self, engine: Engine, metrics: Metrics, arrived: float
     ) -> AsyncGenerator[list[Delta]]:
-        """Submits the request and yields its deltas, those that are there at once together; the
-        last one has `finish`. Closing the generator early aborts the sequence.
+        """Submits the request and yields its deltas. Deltas that are available at once come
+        together. The last one has `finish`. Closing the generator early aborts the sequence.
 
-        `arrived` is `time.perf_counter()` when the request came.
+        Args:
+          arrived: `time.perf_counter()` at the arrival of the request.
 
         Raises:
           EngineFailed: the sequence ended with an error.
-          GrammarLeft: it could not follow its grammar any further.
+          GrammarLeft: the sequence could not follow its grammar any further.
         """
         self.reason = FinishReason.ABORT
         deltas: list[Delta] = []
         try:
-            # By the time the last delta is passed on the engine's side is closed: a sequence that
-            # met a stop string must not cost another step.
+            # Close the engine's side before the last delta is passed on: a sequence that met a stop
+            # string must not cost another step.
             async with aclosing(engine.generate(self.request)) as steps:
                 async for events in steps:
                     if came := len(events) - (events[-1].token is None):
@@ -242,7 +243,7 @@ class Choice:
             self.reason = self.finish
             yield deltas
         except (Rejected, Overloaded):
-            self.reason = FinishReason.ERROR if self.num_tokens else None  # cut off, or never begun
+            self.reason = FinishReason.ERROR if self.num_tokens else None  # failed, or never begun
             raise
         except ReaderTooSlow:
             raise
@@ -259,7 +260,7 @@ class Choice:
                 metrics.sequence_computed(self.start.prefill, decode, self.num_tokens)
 
     def _count(self, came: int, first: TokenEvent, metrics: Metrics, arrived: float) -> None:
-        """So many tokens came, `first` at least; a failure is none."""
+        """Counts `came` tokens, of which `first` is the earliest. A failure has no token."""
         now = time.perf_counter()
         if self.last_token_at:
             metrics.next_tokens(now - self.last_token_at, came)
@@ -272,7 +273,7 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. Those of one prompt stand together."""
+    """All choices of one HTTP request. Choices of one prompt are adjacent."""
 
     def __init__(
         self,
@@ -282,27 +283,27 @@ class Generation:
         tokenizing: float,
         ignored: tuple[str, ...] = (),
     ):
-        """`tokenizing`: seconds that rendering and encoding the prompts took. `ignored`: what the
-        request has and the prompts leave out."""
+        """`tokenizing`: seconds to render and encode the prompts. `ignored`: parts of the request
+        that the prompts leave out."""
         self.choices = choices
         self.ignored = ignored
         self.tokenizing = tokenizing
         self.first_write: float | None = None
-        """Seconds from a stream's first token on the host until its events were written."""
+        """Seconds from a stream's first token on the host to its write to the socket."""
         self._choices_per_prompt = choices_per_prompt
 
     def deltas(
         self, engine: Engine, metrics: Metrics, arrived: float
     ) -> AsyncGenerator[list[Delta]]:
-        """Submits all choices and yields their deltas; those of one choice that are there at once
-        come together."""
+        """Submits all choices and yields their deltas. Deltas of one choice that are available at
+        once come together."""
         metrics.request_choices(self._choices_per_prompt)
         runs = [choice.run(engine, metrics, arrived) for choice in self.choices]
         return runs[0] if len(runs) == 1 else merged(runs)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts; choices of one prompt share it."""
+        """Tokens of all prompts. Choices of one prompt share its count."""
         firsts = self.choices[:: self._choices_per_prompt]
         return sum(len(choice.request.prompt) for choice in firsts)
 
@@ -312,7 +313,7 @@ class Generation:
 
     @property
     def weights(self) -> set[int]:
-        """The versions of the weights that computed what there is so far."""
+        """The versions of the weights that computed the output so far."""
         return set[int]().union(*(choice.weights for choice in self.choices))
 
     @property
@@ -322,18 +323,18 @@ class Generation:
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """Predicted tokens that the choices have."""
+        """Predicted tokens that occur in the choices."""
         return sum(choice.predicted.accepted for choice in self.choices)
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Predicted tokens that the choices do not have, or not yet."""
+        """Predicted tokens that do not occur in the choices, or not yet."""
         return sum(choice.predicted.rejected for choice in self.choices)
 
     @property
     def num_entries(self) -> int:
-        """About how many entries a whole answer has: tokens, and logprobs of theirs and the
-        prompts'."""
+        """Approximate number of entries in a complete answer: tokens, and logprobs of output and
+        prompts."""
         entries = 0
         for choice in self.choices:
             params = choice.request.params
@@ -344,7 +345,7 @@ class Generation:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Those of them that are reasoning."""
+        """Generated tokens that are reasoning."""
         return sum(choice.reasoning_tokens for choice in self.choices)
 
 
@@ -353,8 +354,8 @@ class _End(NamedTuple):
 
 
 async def merged[T](sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Yields items of all sources as they come; the first error ends all of them, and so does
-    closing. What nobody takes stays with its source but for one item of each."""
+    """Yields items of all sources as they arrive. The first error, or closing, ends all sources. At
+    most one item per source is taken ahead of the consumer."""
     queue: asyncio.Queue[T | _End] = asyncio.Queue(len(sources))
 
     async def pump(source: AsyncGenerator[T]) -> None:

@@ -1,4 +1,4 @@
-"""Log probabilities in the words of the OpenAI API."""
+"""Log probabilities in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.api import PromptLogprobs, TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have; the value is vLLM's."""
+"""Replaces minus infinity, which JSON does not have. The value is vLLM's."""
 
 
 def finite(logprob: float) -> float:
@@ -24,7 +24,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[PromptLogprobs]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's shape: by position, then by token id; nothing comes before the first token."""
+    """Returns logprobs in vLLM's format: by position, then by token id; None for the first
+    token."""
     shown: list[dict[str, Any] | None] = [None]
     for token, entry in zip(prompt[1:], logprobs, strict=True):
         ranked = [(other, value, rank) for rank, (other, value) in enumerate(entry.top, 1)]
@@ -42,10 +43,10 @@ def prompt_logprobs(
 
 
 class TextLogprobs:
-    """The parts of a completion's logprobs, whose offsets go on from one to the next."""
+    """The logprobs of a completion in parts. Text offsets continue from one part to the next."""
 
     def __init__(self, tokenizer: Tokenizer, offset: int):
-        """`offset`: characters of the text before the first part."""
+        """`offset`: number of characters before the first part."""
         self._tokenizer = tokenizer
         self._offset = offset
 

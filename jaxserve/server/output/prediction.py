@@ -1,4 +1,4 @@
-"""How much of what a client predicted an answer has, for its usage (OpenAI's `prediction`)."""
+"""Counts how much of a client's prediction occurs in an answer (OpenAI's `prediction`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 
 _AGAIN = 3
-"""Tokens that must come as predicted until an answer that went on otherwise is followed again."""
+"""After a difference, this many predicted tokens must occur in a row before they count again."""
 
 
 class PredictedTokens:
-    """Follows an answer through its prediction. The count depends on the two alone, not on whether
+    """Matches an answer with its prediction. The count depends only on those two, not on whether
     the server used the prediction."""
 
     def __init__(self, tokens: Sequence[int]):
@@ -20,16 +20,16 @@ class PredictedTokens:
         self._lost = False
         self._latest: deque[int] = deque(maxlen=_AGAIN)
         self._places: dict[tuple[int, ...], list[int]] = {}
-        """Behind each n-gram, increasing; made when it is needed."""
+        """Positions after each n-gram, increasing. Built on first use."""
         self.accepted = 0
-        """Tokens of the prediction that the answer has, in its order."""
+        """Predicted tokens that occur in the answer, in order."""
 
     @property
     def rejected(self) -> int:
         return len(self._tokens) - self.accepted
 
     def add(self, token: int) -> None:
-        """Report the answer's next token."""
+        """Reports the answer's next token."""
         if not self._lost and self._next < len(self._tokens):
             if self._tokens[self._next] == token:
                 self._next += 1
@@ -42,7 +42,7 @@ class PredictedTokens:
             self._look()
 
     def _look(self) -> None:
-        """Go on behind the next place where the latest tokens are."""
+        """Continues after the next position in the prediction that follows the latest tokens."""
         if not self._places:
             tokens = self._tokens
             for end in range(_AGAIN, len(tokens) + 1):

@@ -1,4 +1,4 @@
-"""A choice's pieces as a list of blocks, for APIs that number what a model puts out."""
+"""A choice's pieces as a list of blocks, for APIs that number the parts of an output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.server.chat_formats.pieces import (
 
 
 class Segment:
-    """A thought, a stretch of text, or a call."""
+    """A block of reasoning, of text, or a call."""
 
     def __init__(self, index: int, first: Piece):
         self.index = index
@@ -24,15 +24,15 @@ class Segment:
 
     @property
     def text(self) -> str:
-        """The text so far; that of a call is its arguments."""
+        """The text so far. For a call, its arguments."""
         return "".join(self._parts)
 
     def append(self, text: str) -> None:
-        """Adds text at the end."""
+        """Appends text."""
         self._parts.append(text)
 
     def takes(self, piece: Piece) -> bool:
-        """Whether the piece continues this block."""
+        """Returns whether the piece continues this block."""
         if isinstance(piece, CallArguments):
             return isinstance(self.first, CallOpened)
         return type(piece) is type(self.first) and not isinstance(piece, CallOpened)
@@ -61,14 +61,14 @@ type Change = Opened | Grew | Closed
 
 
 class Segments:
-    """Blocks in the order of the output: each is closed before the next one opens."""
+    """Blocks in the order of the output. Each one is closed before the next one opens."""
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
         self._open: Segment | None = None
 
     def push(self, pieces: Iterable[Piece]) -> Iterator[Change]:
-        """Yields what the pieces change."""
+        """Yields the changes that the pieces cause."""
         for piece in pieces:
             if self._open is None or not self._open.takes(piece):
                 yield from self.close()

@@ -1,1 +1,1 @@
-"""A body to checked fields, and fields to what the engine takes."""
+"""From a request body to checked fields, and from fields to engine requests."""

@@ -1,4 +1,4 @@
-"""What a request says its output must look like, as a grammar."""
+"""Turns a request's constraints on its output into a grammar."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from jaxserve.structured import grammars
 
 
 class Constraint(NamedTuple):
-    """What the output must be, and the field that says so."""
+    """A grammar for the output, and the field that asks for it."""
 
     param: str
-    """The field it comes from."""
+    """The field that asks for it."""
     grammar: Callable[[], Grammar]
     written_here: bool = True
-    """The client did not write it, and is not shown where in it a fault is."""
+    """Whether the server wrote the grammar. Then errors do not show positions in it."""
     looser: Callable[[], Grammar] | None = None
-    """For where `grammar` cannot be compiled: of calls that the model need not make, arguments
-    follow their schemas if these can be followed."""
+    """Makes a replacement for a `grammar` that cannot be compiled. In it, the arguments of optional
+    calls follow only those schemas that can be compiled."""
     text_or_calls: bool = False
-    """A text that follows it has no calls in it, but may hold their markers in a string."""
+    """Whether a text that follows the grammar has no calls, but may have their markers in a
+    string."""
 
 
 def text_constraint(fields: GenerationFields) -> Constraint | None:
-    """Returns the constraint that the fields state, if any. ApiError: they state two."""
+    """Returns the constraint of the fields, if any. Raises ApiError if there are two."""
     found = list(_stated(fields))
     if len(found) > 1:
         names = " and ".join(constraint.param for constraint in found)
@@ -41,10 +42,10 @@ def text_constraint(fields: GenerationFields) -> Constraint | None:
 
 
 def chat_constraint(form: ChatFormat, fields: ChatRequest, tools: ChatTools) -> Constraint | None:
-    """Returns the constraint of a chat's output, if any. Forced calls go before what else the
-    fields state. Where calls are allowed, the output is calls or else the text that the fields
-    state; without such a text, a grammar is needed only for custom tools and for tools that may not
-    be called."""
+    """Returns the constraint of a chat's output, if any. Forced calls override other constraints.
+    If calls are optional, the output is either calls or a text that follows the other constraint.
+    Without such a text, a grammar is needed only for custom tools and for tools that may not be
+    called."""
     text = text_constraint(fields)
     most = 1 if fields.parallel_tool_calls is False else grammars.MAX_CALLS
     if tools.forced:

@@ -1,4 +1,4 @@
-"""What keeps a request's output within its constraints: guides, compiled for it."""
+"""Compiles the guides that keep a request's output within its constraints."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jaxserve.structured import (
 from jaxserve.tokenizer import Tokenizer
 
 INLINE_WORDS = 8
-"""Bad words that are tokenised on the event loop: 128 of them take 3 ms."""
+"""Up to this many bad words are tokenised on the event loop; 128 words take 3 ms."""
 _PLACES = re.compile(r"^at \d+\(\d+\): |(\n +\d+ \| .*)+(\n *\^)?$")
-"""Of llguidance's messages: line and column, and lines around it."""
+"""Positions in llguidance's messages: line and column, and the lines around them."""
 
 
 def avoided(tokenizer: Tokenizer, fields: GenerationFields) -> BadWords | None:
-    """Makes the guide that keeps bad words out, if there are any."""
+    """Makes the guide against bad words, if there are any."""
     if not fields.bad_words:
         return None
     if fields.allowed_token_ids:
@@ -45,8 +45,8 @@ async def guided(
     bad_words: BadWords | None,
     thinking: Thinking = Thinking.NONE,
 ) -> SamplingParams:
-    """Returns the parameters with the guide of the constraint, or with the one against bad words.
-    ApiError: they cannot be used together, or the grammar cannot be compiled."""
+    """Returns the parameters with the guide of the constraint or the guide against bad words.
+    Raises ApiError if both are given, or if the grammar cannot be compiled."""
     if constraint is None:
         return params if bad_words is None else replace(params, guide=bad_words)
     others = {"allowed_token_ids": params.allowed_token_ids, "bad_words": bad_words}
@@ -82,7 +82,7 @@ async def _compiled(service: Service, constraint: Constraint, thinking: Thinking
 def within_budget(
     service: Service, params: SamplingParams, fields: GenerationFields, prompt: Sequence[int]
 ) -> SamplingParams:
-    """Returns the parameters with a guide that ends reasoning where it becomes too long."""
+    """Returns the parameters with a guide that ends reasoning after its token budget."""
     budget, tokenizer = fields.thinking_token_budget, service.tokenizer
     reasoning = service.chats.format.guided_reasoning
     if budget is None or budget >= params.max_tokens or reasoning is None:

@@ -1,4 +1,4 @@
-"""How long a prompt may be, and how long its output."""
+"""Limits on the lengths of prompts and outputs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from jaxserve.server.request.schema import GenerationFields
 from jaxserve.tokenizer import Progress
 
 _COUNTED_ON = 16 * 1024
-"""Tokens beyond the context that are counted, so that most who are refused learn their number."""
+"""Tokens beyond the context that are still counted, so that most errors have an exact number."""
 
 
 def tokens_to_generate(
     asked: int | None, prompt_tokens: int, limits: EngineLimits, *, param: str = "prompt"
 ) -> int:
-    """Returns how many tokens to generate: what is asked for, as far as the context has room.
-    PromptTooLong: the prompt leaves no room."""
+    """Returns how many tokens to generate: the requested number, or fewer if the context is full.
+    Raises PromptTooLong if the prompt leaves no room."""
     room = limits.max_model_len - prompt_tokens
     if room < 1:
         raise PromptTooLong(prompt_tokens, limits.max_model_len, param=param)
@@ -23,11 +23,11 @@ def tokens_to_generate(
 
 
 def fitting(limits: EngineLimits, param: str) -> Progress:
-    """Makes a check that ends the encoding of a prompt that cannot fit, where nothing is cut
-    off.
+    """Makes a check that stops the encoding of a prompt that is too long, if the prompt is not
+    truncated.
 
     Raises:
-      PromptTooLong: by the returned check, for a prompt that is longer than the context.
+      PromptTooLong: raised by the returned check.
     """
 
     def check(tokens: int) -> None:
@@ -40,9 +40,9 @@ def fitting(limits: EngineLimits, param: str) -> Progress:
 def truncated(
     prompt: list[int], asked: int | None, fields: GenerationFields, limits: EngineLimits
 ) -> list[int]:
-    """Returns the tokens that `truncate_prompt_tokens` keeps: the last ones, or the first.
+    """Returns the tokens that `truncate_prompt_tokens` keeps: the last or the first ones.
 
-    -1 keeps what leaves room for `asked` tokens of output (at least one).
+    -1 keeps as many as leave room for `asked` output tokens, or for one.
     """
     keep = fields.truncate_prompt_tokens
     if keep is None:

@@ -1,4 +1,4 @@
-"""Request fields to the engine's sampling parameters: defaults, limits and seeds."""
+"""Turns request fields into the engine's sampling parameters: defaults, limits and seeds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxserve.server.request.validation import check_token_ids
 from jaxserve.server.service import Service
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this mean greedy, as in vLLM."""
+"""Temperatures below this mean greedy sampling, as in vLLM."""
 
 
 def sampling_params(
     service: Service, fields: GenerationFields, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """Returns the parameters of a request, without a guide and without seeds: choices have their
-    own. ApiError: a value does not go with another one, or with the model."""
+    """Returns the parameters of a request without a guide and without a seed, because each choice
+    has its own seed. Raises ApiError if a value conflicts with another one or with the model."""
     defaults, limits = service.config.sampling_defaults, service.engine.limits
     ends = service.tokenizer.eos_token_ids
     if isinstance(fields, ChatRequest):
@@ -93,8 +93,7 @@ def _allowed(fields: GenerationFields, limits: EngineLimits) -> tuple[int, ...]:
 def text_options(
     fields: GenerationFields, shown_tokens: frozenset[int] = frozenset()
 ) -> TextOptions:
-    """Returns how the output becomes text. `shown_tokens`: special ones that are text all the
-    same."""
+    """Returns the options for text. `shown_tokens`: special tokens that are kept in the text."""
     return TextOptions(
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         include_stop=bool(fields.include_stop_str_in_output),
@@ -112,7 +111,8 @@ def choice_requests(
     standing: Standing,
     predicted: Sequence[int] = (),
 ) -> list[Request]:
-    """Makes one request per choice. A choice's seed depends only on the request's and its index."""
+    """Makes one engine request per choice. Its seed depends only on the request's seed and its
+    index."""
     ids, predicted = tuple(prompt), tuple(predicted)
     return [
         Request(
@@ -127,7 +127,7 @@ def choice_requests(
 
 
 def num_choices(fields: GenerationFields) -> int:
-    """Returns the number of choices. ApiError: `best_of` asks for more than `n`."""
+    """Returns the number of choices. Raises ApiError if `best_of` is more than `n`."""
     n = fields.n or 1
     if fields.best_of is not None and fields.best_of != n:
         raise invalid(
@@ -140,7 +140,7 @@ def num_choices(fields: GenerationFields) -> int:
 
 
 def choice_seed(seed: int | None, index: int) -> int:
-    """Returns 32 bits, random ones if no seed was asked for (-1 is vLLM's way to say that)."""
+    """Returns a 32-bit seed; a random one if the request has none (in vLLM, -1 means none)."""
     if seed is None or seed == -1:
         return secrets.randbits(32)
     return int.from_bytes(blake2b(f"{seed}:{index}".encode(), digest_size=4).digest())

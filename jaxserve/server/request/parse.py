@@ -1,4 +1,4 @@
-"""A request body to checked fields, or a 400 that names the field."""
+"""Decodes a request body to checked fields, or raises a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.server.service import SERVICE
 
 MAX_DEPTH = 64
 MAX_IGNORED = 256
-"""Fields without effect of one request that are told of."""
+"""The most fields without effect that are reported per request."""
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -30,9 +30,9 @@ class Parsed[T](NamedTuple):
 
     fields: T
     ignored: tuple[str, ...]
-    """Fields that nothing here knows, those inside of others as `field.inner`: the first ones."""
+    """The first unknown fields; inner ones as `field.inner`."""
     size: int
-    """Bytes of the body."""
+    """Size of the body in bytes."""
 
 
 async def read_fields[T: Struct](
@@ -48,8 +48,8 @@ async def read_fields[T: Struct](
 
 
 async def read_json(request: web.Request) -> bytes:
-    """Reads the body, if it claims to be JSON. ApiError: it is too large (413), all large ones
-    together are (429), or it takes too long (408)."""
+    """Reads a JSON body. Raises ApiError if it is too large (413), if all large bodies together are
+    too large (429), or if it takes too long (408)."""
     kind = request.content_type
     if "Content-Type" in request.headers and kind != "application/json":
         raise ApiError(
@@ -96,11 +96,11 @@ def parse[T: Struct](
     rejected: Mapping[str, Harmless] = REJECTED,
     silent: Set[str] = SILENT,
 ) -> Parsed[T]:
-    """Decodes a body and checks its fields. ApiError names the first that is wrong.
+    """Decodes a body and checks its fields. Raises ApiError that names the first wrong field.
 
     Args:
-      rejected: fields that are refused, with the values that ask for nothing.
-      silent: fields without effect that need no mention.
+      rejected: unsupported fields, with the values that are accepted because they ask for nothing.
+      silent: fields without effect that are not reported.
     """
     names = field_names(kind)
     try:
@@ -133,8 +133,8 @@ def _holds_fields(value: Any) -> bool:
 
 
 def _unknown(raw: Any, value: Any, path: str) -> Iterator[str]:
-    """Fields of the JSON `raw` that `value`, decoded from it, does not have and that ask for
-    something. `path` leads there, without positions in lists."""
+    """Yields fields of the JSON `raw` that are missing in `value`, which was decoded from it, and
+    that ask for something. `path`: path of `raw`, without list positions."""
     if isinstance(value, list):
         for raw_item, item in zip(raw, value, strict=True):
             yield from _unknown(raw_item, item, path)
@@ -148,7 +148,7 @@ def _unknown(raw: Any, value: Any, path: str) -> Iterator[str]:
 
 
 def _check_depth(value: Any, param: str) -> None:
-    """Refuse JSON nested so deeply that what reads it later might run out of stack."""
+    """Refuses deeply nested JSON, which could overflow the stack of later code."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [child for parent in level for child in _children(parent)]
@@ -168,11 +168,11 @@ def _children(value: Any) -> list[Any]:
 
 
 def _harmless(name: str, raw: msgspec.Raw, rejected: Mapping[str, Harmless]) -> bool:
-    """Whether the field asks for nothing; raises if it asks for what is not there."""
+    """Returns whether the field asks for nothing. Raises ApiError if it asks for more."""
     if name not in rejected:
         return False
     value = _plain(raw, name)
-    # True and 1 are equal in Python, and not in JSON.
+    # True equals 1 in Python, but not in JSON.
     alike = [one for one in rejected[name] if isinstance(one, bool) == isinstance(value, bool)]
     if value is not None and value not in alike:
         reason = f": {INSTEAD[name]}" if name in INSTEAD else ""
@@ -182,7 +182,7 @@ def _harmless(name: str, raw: msgspec.Raw, rejected: Mapping[str, Harmless]) -> 
 
 
 def _plain(raw: msgspec.Raw, name: str) -> Any:
-    """The JSON of a field, of no type: what nothing reads may still hold a number that is none."""
+    """Decodes a field without a type. Even an unread field may contain an invalid number."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.ValidationError as error:

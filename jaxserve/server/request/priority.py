@@ -1,4 +1,4 @@
-"""How urgent a request is: a number in its body or from a proxy, or OpenAI's service tiers."""
+"""The priority of a request: a number in its body or from a proxy, or an OpenAI service tier."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from jaxserve.server.request.schema import Tier
 
 HEADER = "X-Vllm-Priority"
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-"""A gateway's name for how urgent a request is, also as llm-d's older versions spell it."""
+"""llm-d's header for the objective of a request; the second is that of older versions."""
 LEVELS: Mapping[Tier, int] = {"flex": 1, "priority": -1, "fast": -1}
-"""Priorities of tiers; lower goes first, the others are 0."""
+"""Priorities of tiers; lower goes first. Other tiers have 0."""
 
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 class Ranked(Protocol):
-    """The fields of a request that this is about."""
+    """The fields of a request that set its priority."""
 
     priority: int | None
     service_tier: Tier | None
 
 
 def level_of(fields: Ranked) -> int:
-    """Returns the priority that the body asks for: a number goes before a tier."""
+    """Returns the priority in the body. A number overrides a tier."""
     if fields.priority is not None:
         return fields.priority
     return 0 if fields.service_tier is None else LEVELS.get(fields.service_tier, 0)
 
 
 def level_of_headers(headers: Mapping[str, str], objectives: Mapping[str, int]) -> int | None:
-    """Returns the priority that a proxy asks for, which goes before the body's: a number, or else
-    that of an objective. None: it asks for none, or for an objective that is not known here.
+    """Returns the priority that a proxy asks for, which overrides the body: a number, or the
+    priority of an objective. None: the proxy asks for none, or for an unknown objective.
 
     Args:
-      objectives: priorities by name, higher first.
+      objectives: priorities by name; higher goes first.
 
     Raises:
-      ApiError: 400 for what is not an integer of 64 bits.
+      ApiError: 400 if the number is not a 64-bit integer.
     """
     given = headers.get(HEADER)
     if given is None:
@@ -53,11 +53,12 @@ def level_of_headers(headers: Mapping[str, str], objectives: Mapping[str, int]) 
 
 
 def tier_used(fields: Ranked, of_headers: int | None, *, by_priority: bool) -> dict[str, Tier]:
-    """Returns the answer's `service_tier`, if the request has one: `default` unless it mattered.
+    """Returns the answer's `service_tier`, if the request has one. It is `default` unless the tier
+    had an effect.
 
     Args:
-      of_headers: the priority that its headers ask for, if any.
-      by_priority: the scheduler's policy looks at priorities.
+      of_headers: the priority in the headers, if any.
+      by_priority: whether the scheduling policy uses priorities.
     """
     tier = fields.service_tier
     if tier is None:

@@ -1,4 +1,4 @@
-"""What the model reads: a completion's prompts, a chat's messages through the template."""
+"""Makes prompts: the prompts of a completion, and a chat's messages through its template."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     text: str | None
-    """As the client wrote it; None if it sent token ids."""
+    """The client's text; None if it sent token ids."""
 
 
 PLACEHOLDER = "[{}: left out, this model reads text]"
-"""What stands for a part of a tool's result that is no text, by its type."""
+"""Replaces a part of a tool's result that is not text; {} is the type of the part."""
 
 
 def completion_prompts(
     prompt: str | list[str | int | list[int]], tokenizer: Tokenizer, fits: Progress | None = None
 ) -> list[Prompt]:
-    """Returns the prompts of a completion: of one text, several, one list of ids or several.
+    """Returns the prompts of a completion: one text, several texts, one list of ids, or several.
 
-    Markers in a text become their tokens: here the caller applies the chat template, if any.
-    `fits` refuses those that have too many tokens. Abandoned: the request is over.
+    Special tokens in a text become tokens, because here the client applies any chat template.
+    `fits` refuses prompts that are too long.
+
+    Raises:
+      Abandoned: the request is over.
     """
     prompts: list[Prompt] = []
     for item in _separate(prompt):
@@ -69,7 +72,7 @@ def _watch(fits: Progress | None) -> Progress:
 def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
-    kinds = set(map(type, prompt))  # a prompt of ids has thousands of them
+    kinds = set(map(type, prompt))  # a list of ids may have thousands of entries
     if kinds == {int}:
         return [cast(list[int], prompt)]
     if len(kinds) > 1:
@@ -82,30 +85,33 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str | list[int]
 
 
 class ChatPrompt(NamedTuple):
-    """A chat that is ready to be generated from."""
+    """A rendered and encoded chat."""
 
     ids: list[int]
     max_tokens: int
-    """To generate."""
+    """The most tokens to generate."""
     predicted: list[int]
-    """What the client expects as output; empty: it did not say."""
+    """The output that the client predicts; empty: none."""
     thinking: Thinking
     tools: ChatTools
     ignored: tuple[str, ...]
-    """What the request has and the model does not read, for the header that names it."""
+    """Parts of the request that the model does not read, for the header that names them."""
 
 
 def chat_prompt(
     request: ChatRequest, chats: Chats, tokenizer: Tokenizer, limits: EngineLimits
 ) -> ChatPrompt:
-    """Renders and encodes a chat, cuts it as it asks for, and finds how much may be generated.
+    """Renders and encodes a chat, truncates it if asked, and computes how much may be generated.
 
-    ApiError: there is no template, it refuses the messages, a field contradicts another, or the
-    context has no room. Abandoned: the request is over.
+    Raises:
+      ApiError: the model has no template, the template refuses the messages, fields conflict, or
+        the
+        prompt does not fit into the context.
+      Abandoned: the request is over.
     """
     fits = None if request.truncate_prompt_tokens else fitting(limits, "messages")
     rendered = rendered_chat(request, chats, tokenizer, fits)
-    asked = request.max_completion_tokens  # the newer name goes before the older one
+    asked = request.max_completion_tokens  # the newer name has priority
     asked = request.max_tokens if asked is None else asked
     ids = truncated(rendered.ids, asked, request, limits)
     max_tokens = tokens_to_generate(asked, len(ids), limits, param="messages")
@@ -118,7 +124,7 @@ def chat_prompt(
 
 
 def _predicted(request: ChatRequest, tokenizer: Tokenizer, limits: EngineLimits) -> list[int]:
-    """Returns the predicted output as tokens. ApiError: it is longer than any output can be."""
+    """Returns the predicted output as tokens. Raises ApiError if it is longer than any output."""
     if request.prediction is None:
         return []
     most = limits.max_model_len
@@ -141,16 +147,17 @@ class RenderedChat(NamedTuple):
     """The last characters of the text."""
     tools: ChatTools
     ignored: tuple[str, ...]
-    """What the request has and the model does not read, for the header that names it."""
+    """Parts of the request that the model does not read, for the header that names them."""
 
 
 def rendered_chat(
     request: ChatRequest, chats: Chats, tokenizer: Tokenizer, fits: Progress | None = None
 ) -> RenderedChat:
-    """Applies the template to a chat and encodes it. `fits` refuses too many tokens.
+    """Applies the template to a chat and encodes it. `fits` refuses a prompt that is too long.
 
-    ApiError: there is no template, it refuses the messages, or a field contradicts another.
-    Abandoned: the request is over.
+    Raises:
+      ApiError: the model has no template, the template refuses the messages, or fields conflict.
+      Abandoned: the request is over.
     """
     check_wanted()
     if (template := chats.template) is None:
@@ -196,7 +203,7 @@ def _check_ending(request: ChatRequest) -> None:
 def _plain_message(
     position: int, message: Message, form: ChatFormat, unread: dict[str, None]
 ) -> dict[str, Any]:
-    """As templates expect it: text content, OpenAI's `developer` under its older name."""
+    """Returns a message as templates expect it: text content, and `developer` as `system`."""
     role = "system" if message.role == "developer" else message.role
     param = f"messages[{position}].content"
     if message.content is None and role != "assistant":
@@ -231,8 +238,8 @@ def _add_assistant_fields(
 ) -> None:
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is None and "</think>" in plain["content"]:
-        # Templates look for the markers in the content themselves, but there they are broken up
-        # like those in any other text from outside.
+        # Templates search the content for these markers, but the markers are broken up there, as
+        # in any other text from clients.
         before, _, after = plain["content"].rpartition("</think>")
         reasoning = before.split("</think>")[0].split("<think>")[-1].strip("\n")
         plain["content"] = after.lstrip("\n")
@@ -273,7 +280,7 @@ def _text(content: str | Sequence[ContentPart] | None, param: str) -> str:
 
 
 def _without_refusals(message: Message) -> str | list[ContentPart] | None:
-    """What the assistant said, refusals as texts like any other."""
+    """Returns the assistant's content. Refusals become plain texts."""
     if message.content is None or isinstance(message.content, str):
         return message.content or message.refusal
     return [
@@ -283,8 +290,8 @@ def _without_refusals(message: Message) -> str | list[ContentPart] | None:
 
 
 def _of_tool(content: str | Sequence[ContentPart] | None, unread: dict[str, None]) -> str:
-    """A tool's result. What is no text is not the client's choice, and must not end the
-    conversation: a placeholder stands for it. `unread` gets the names of such parts."""
+    """Returns a tool's result. Parts that are not text become a placeholder, because the client
+    cannot choose them and they must not end the conversation. Adds their names to `unread`."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

@@ -1,7 +1,7 @@
-"""One pass from a request's fields and headers to one value.
+"""Resolves the fields and headers of a chat to one value: the requests to generate, their
+constraints, and how to read their output.
 
-What to generate, how to constrain it, how to read it. Every API whose requests are chats goes
-through here: the adapters only translate.
+Every API whose requests are chats uses this module. The adapters only translate.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from jaxserve.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """All that a request has asked for. Nothing is submitted yet."""
+    """Everything that a request asks for. Nothing is submitted yet."""
 
     requests: Sequence[Request]
-    """What to generate, one for each choice, and in its parameters the guide that constrains it.
-    Those of one prompt stand together."""
+    """The engine requests, one for each choice, with the guide in their parameters. Requests of one
+    prompt are adjacent."""
     choices_per_prompt: int
     options: TextOptions
-    """How tokens become text."""
+    """Options for the conversion of tokens to text."""
     parser: Callable[[], Parser] | None = None
-    """How text is read: makes a parser for one choice. None: it is not told apart."""
+    """Makes the parser of one choice. None: the text is not parsed."""
     tokenizing: float
-    """Seconds that rendering and encoding the prompts took."""
+    """Seconds to render and encode the prompts."""
     ignored: tuple[str, ...] = ()
-    """What the request has and the prompts leave out."""
+    """Parts of the request that the prompts leave out."""
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
         """Makes the choices, ready to be submitted."""
@@ -61,11 +61,11 @@ async def resolve_chat(
     """Resolves the fields and headers of a chat.
 
     Args:
-      request_id: the choices' ids begin with it.
-      size: bytes of the body.
+      request_id: prefix of the choices' ids.
+      size: size of the body in bytes.
 
     Raises:
-      ApiError: names a field of `ChatRequest`, or a header.
+      ApiError: names a field of `ChatRequest` or a header.
     """
     logprobs, where = num_logprobs(fields), lane_of(fields, size)
     service, form = arrival.service, arrival.service.chats.format
@@ -100,7 +100,7 @@ async def resolve_chat(
 
 
 def lane_of(fields: GenerationFields, size: int) -> Lane:
-    """Returns where the prompt and the bad words of a request are encoded."""
+    """Returns where to encode the prompt and the bad words of a request."""
     many = len(fields.bad_words or ()) > INLINE_WORDS
     return max(lane(size), Lane.LARGE if many else Lane.INLINE)
 
@@ -108,16 +108,19 @@ def lane_of(fields: GenerationFields, size: int) -> Lane:
 def read_chat(service: Service, fields: ChatRequest) -> tuple[ChatPrompt, BadWords | None]:
     """Returns the prompt of a chat, and the words to avoid.
 
-    ApiError: it does not fit, or a field is wrong. Abandoned: the request is over.
+    Raises:
+      ApiError: the prompt is too long, or a field is wrong.
+      Abandoned: the request is over.
     """
     prompt = chat_prompt(fields, service.chats, service.tokenizer, service.engine.limits)
     return prompt, avoided(service.tokenizer, fields)
 
 
 def num_logprobs(fields: ChatRequest) -> int | None:
-    """Returns how many alternatives of each token a chat asks for; None: no logprobs at all.
+    """Returns how many alternatives per token a chat asks for; None: no logprobs.
 
-    ApiError: `top_logprobs` without `logprobs`.
+    Raises:
+      ApiError: `top_logprobs` is given without `logprobs`.
     """
     if fields.logprobs:
         return fields.top_logprobs or 0

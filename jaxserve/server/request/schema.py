@@ -1,6 +1,6 @@
-"""The requests that are understood: field names, types and ranges.
+"""The types of requests: field names, types and ranges.
 
-Everything in these classes is honoured. What else a client may send is in `unsupported.py`.
+All fields in these classes have an effect. Other fields that clients send are in `unsupported.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
-"""Prompts times choices of one request."""
+"""The most prompts times choices per request."""
 MAX_TOKENS = 4 * 1024 * 1024
-"""Token ids in one list; the body's size is the tighter limit."""
+"""The most token ids in one list. The limit on the body's size is usually lower."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_BAD_WORDS = 128
 
 SALT = r"^[^@/\\\x00]+$"
-"""vLLM's alphabet of a cache salt."""
+"""The characters that vLLM allows in a cache salt."""
 
 MAX_REQUEST_ID_CHARS = 256
 
@@ -35,7 +35,7 @@ type BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 type RequestId = Annotated[
     str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[ -~]+$(?!\n)")
 ]
-"""Printable ASCII: it comes back in a header."""
+"""Printable ASCII, because the id is returned in a header."""
 type TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -47,7 +47,7 @@ class StreamOptions(Struct, kw_only=True):
 
 type Grammar = Annotated[str, Meta(min_length=1, max_length=256 * 1024)]
 type JsonSchema = dict[str, Any] | Grammar
-"""A string holds the schema as JSON."""
+"""A string contains the schema as JSON."""
 type Choices = Annotated[
     list[Annotated[str, Meta(max_length=4096)]], Meta(min_length=1, max_length=1024)
 ]
@@ -58,7 +58,7 @@ class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """Without effect: the schema is always followed."""
+    """Has no effect: the schema is always followed."""
 
 
 class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's field: exactly one kind of constraint."""
+    """vLLM's field, with exactly one kind of constraint."""
 
     json: JsonSchema | None = None
     json_object: bool | None = None
@@ -78,7 +78,7 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationFields(Struct, kw_only=True):
-    """What completions and chat have in common."""
+    """The common fields of completions and chats."""
 
     model: str | None = None
     stream: bool | None = None
@@ -100,7 +100,7 @@ class GenerationFields(Struct, kw_only=True):
         ]
         | None
     ) = None
-    """`params` checks the values: msgspec would not say whose is out of range."""
+    """`params` checks the values, because msgspec's error would not name the token."""
     allowed_token_ids: Annotated[list[int], Meta(min_length=1, max_length=65536)] | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -153,13 +153,13 @@ PROMPT = {
         {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
 }
-"""What the type of `prompt` cannot say: no mixtures, nothing empty."""
+"""Constraints that the type of `prompt` cannot express: no mixtures, nothing empty."""
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: Annotated[int, Meta(le=2**31 - 1, extra_json_schema={"minimum": 0})] | None = None
-    """0 only with `echo`; else from 1."""
+    """At least 1; 0 is allowed only with `echo`."""
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -181,7 +181,7 @@ class CustomCall(Struct, kw_only=True):
 
 
 class ToolCall(Struct, kw_only=True):
-    """Of a function or of a custom tool; `type` need not be said."""
+    """A call of a function or of a custom tool. `type` is optional."""
 
     id: str | None = None
     type: Literal["function", "custom"] | None = None
@@ -194,7 +194,7 @@ class Message(Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    """The assistant's words in place of content."""
+    """The assistant's refusal, in place of content."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -226,8 +226,8 @@ class CustomTool(Struct, kw_only=True):
 
 
 class Tool(Struct, kw_only=True):
-    """Only what is checked; the template gets the object of a function as it was sent. Tools of
-    other types are not honoured."""
+    """Only the checked fields. The template gets the client's object of a function unchanged. Other
+    types of tools have no effect."""
 
     type: str
     function: ToolFunction | None = None
@@ -260,7 +260,7 @@ class AllowedTools(Struct, kw_only=True):
 
 
 class AllowedToolsChoice(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """Some of the tools may be called; the prompt shows all of them."""
+    """Restricts the tools that may be called. The prompt still shows all tools."""
 
     allowed_tools: AllowedTools
 
@@ -299,12 +299,12 @@ class TokenizeRequest(Struct, kw_only=True):
     prompt: str
     model: str | None = None
     add_special_tokens: bool | None = None
-    """False: without the tokens that begin every prompt of the model."""
+    """False: leaves out the tokens that begin every prompt of the model."""
     return_token_strs: bool | None = None
 
 
 class TokenizeChatRequest(ChatRequest, kw_only=True):
-    """A chat's body as it is; fields that do not shape the prompt have no effect."""
+    """A chat's body. Fields that do not change the prompt have no effect."""
 
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -335,9 +335,9 @@ FREE_FORM = frozenset(
         "tools",
     }
 )
-"""Fields that hold JSON of any shape somewhere: its depth has to be checked."""
+"""Fields that contain free-form JSON, whose depth must be checked."""
 
 
 def field_names(kind: type[Struct]) -> frozenset[str]:
-    """Returns the names that a request type takes."""
+    """Returns the field names of a request type."""
     return frozenset(kind.__struct_encode_fields__)

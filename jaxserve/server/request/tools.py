@@ -1,4 +1,4 @@
-"""The tools of a chat: what the template shows of them, which of them may be called, and how."""
+"""The tools of a chat: which ones the template shows, which may be called, and how."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class ChatTools:
     """The tools of one chat."""
 
     shown: Sequence[dict[str, Any]] = ()
-    """As the template gets them."""
+    """The tools in the form that the template gets."""
     callable: Sequence[ToolFunction | CustomTool] = ()
-    """Those that may be called."""
+    """The tools that may be called."""
     forced: bool = False
-    """The answer is a call, or several."""
+    """Whether the answer must consist of calls."""
     named: bool = False
-    """The client has named the one that is called."""
+    """Whether the client named the tool to call."""
     restricted: bool = False
-    """Some that are shown may not be called."""
+    """Whether some of the shown tools may not be called."""
     ignored: tuple[str, ...] = ()
-    """Built-in tools of other servers, which are not honoured, for the header that names them."""
+    """Built-in tools of other servers, which have no effect, for the header that names them."""
 
     @property
     def has_custom(self) -> bool:
@@ -44,7 +44,7 @@ class ChatTools:
 
     @property
     def without_schemas(self) -> Sequence[ToolFunction | CustomTool]:
-        """Those that may be called, functions with any JSON object."""
+        """The tools that may be called. Functions take any JSON object."""
         return [
             ToolFunction(name=tool.name) if isinstance(tool, ToolFunction) else tool
             for tool in self.callable
@@ -52,8 +52,8 @@ class ChatTools:
 
 
 def chat_tools(fields: ChatRequest) -> ChatTools:
-    """Returns the tools of a chat. ApiError: a tool is not whole, or `tool_choice` asks for one
-    that is not there."""
+    """Returns the tools of a chat. Raises ApiError if a tool is incomplete, or if `tool_choice`
+    names an unknown tool."""
     raw = fields.tools or []
     try:
         tools = msgspec.convert(raw, list[Tool])
@@ -124,7 +124,7 @@ def _of_choice(choice: NamedTool | NamedCustomTool) -> _Key:
 def _allowed(
     choice: AllowedToolsChoice, found: Sequence[ToolFunction | CustomTool]
 ) -> Iterator[_Key]:
-    """Built-in tools among the allowed ones are left out, as they are among the tools."""
+    """Yields the allowed tools. Skips built-in tools, which are also skipped in `tools`."""
     known = {(type(tool), tool.name) for tool in found}
     for allowed in choice.allowed_tools.tools:
         for kind, names in ((ToolFunction, allowed.function), (CustomTool, allowed.custom)):
@@ -153,7 +153,8 @@ def _check_format(tool: CustomTool, param: str) -> None:
 
 
 def _as_function(tool: CustomTool) -> dict[str, Any]:
-    """Templates know functions only: one whose arguments are a text instead of an object."""
+    """Returns a custom tool as a function with a text argument, because templates know only
+    functions."""
     told = [tool.description] if tool.description else []
     told.append("The arguments are plain text, which is not JSON and not quoted.")
     if tool.format is not None and tool.format.grammar is not None:

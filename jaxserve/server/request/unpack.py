@@ -1,4 +1,4 @@
-"""Bodies that come compressed: unpacked here, for aiohttp takes a gzip body that is cut short."""
+"""Decompresses bodies. aiohttp's own decompression accepts a gzip body that is cut short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ CODINGS = ("gzip", "deflate", "identity")
 def unpacked(body: bytes, coding: str, most: int) -> bytes:
     """Returns the body that was sent with this Content-Encoding.
 
-    ApiError: it is of another coding (415), has more than `most` bytes (413), or is not whole.
+    Raises:
+      ApiError: the encoding is unsupported (415), the body has more than `most` bytes (413), or it
+        is
+        incomplete.
     """
     coding = coding.strip().lower()
     if coding in ("", "identity"):
@@ -37,5 +40,5 @@ def unpacked(body: bytes, coding: str, most: int) -> bytes:
 
 
 def _deflate_format(body: bytes) -> int:
-    """HTTP's deflate is zlib's format; some clients send it without its frame."""
+    """Returns the zlib format. HTTP's deflate has zlib's header, but some clients omit it."""
     return _ZLIB if body[:1] and body[0] & 0xF == zlib.DEFLATED else _RAW_DEFLATE

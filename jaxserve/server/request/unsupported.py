@@ -1,4 +1,4 @@
-"""Fields of chats and completions that clients send and that are not honoured here."""
+"""Fields of chats and completions that clients send but that this server does not support."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ REJECTED: dict[str, Harmless] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Fields that would change the answer and are not supported, with the values that ask for nothing
-(null is always one of them). Any other value is a 400 that names the field."""
+"""Fields that would change the answer but are not supported. Each has the values that ask for
+nothing, and null is always one of them. Any other value is a 400 that names the field."""
 
 _ONE_SERVER = "this server reads prompts and answers them itself; it takes no part in a transfer"
 
@@ -70,7 +70,7 @@ INSTEAD = {
     "use_beam_search": "there is no beam search",
     "web_search_options": "nothing is fetched here",
 }
-"""What an error says beside the name of a field that is refused here or by another API's route."""
+"""Advice in the error for a field that this API refuses, here or in another API's route."""
 
 SILENT = frozenset(
     {
@@ -85,4 +85,4 @@ SILENT = frozenset(
         "verbosity",
     }
 )
-"""Fields that have no effect on the answer anywhere: accepted without a word."""
+"""Fields that never have an effect on the answer. They are accepted and not reported."""

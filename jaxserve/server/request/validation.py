@@ -1,4 +1,4 @@
-"""What is wrong with a body, in words: which field, what it may be, what it is."""
+"""Messages for wrong bodies: which field is wrong, the allowed values, the actual value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.api import EngineLimits
 from jaxserve.server.errors import ApiError, invalid
 
 MAX_SHOWN = 60
-"""Characters of a value that its error repeats."""
+"""The most characters of a value that its error repeats."""
 
 _FIELD_IN_MESSAGE = re.compile("Object (missing required|contains unknown) field `(.+)`")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(?: (of length )?([<>]=?) (\S+))?(, got .*)?")
@@ -33,14 +33,15 @@ _TYPES = {
 }
 
 type Step = str | int
-"""A field's name or a position; `...` stands for a key of a mapping, which msgspec keeps back."""
+"""A field's name or a position. `...` stands for a key of a mapping, which msgspec does not
+report."""
 
 
 def not_json(error: Exception, body: bytes) -> ApiError:
-    """Makes the 400 for a body that is not JSON. `error`: what msgspec says of it."""
+    """Makes the 400 for a body that is not JSON. `error`: the exception of msgspec."""
     if not body:
         return invalid("the body is empty where JSON is expected", code="invalid_json")
-    # Python's own error for what is not UTF-8 would repeat the bytes.
+    # Python's own error for invalid UTF-8 would repeat the bytes.
     said = str(error) if isinstance(error, msgspec.DecodeError) else "not UTF-8"
     reason = said.removeprefix("JSON is malformed: ")
     return invalid(f"the body is not valid JSON in UTF-8: {reason}", code="invalid_json")
@@ -49,8 +50,8 @@ def not_json(error: Exception, body: bytes) -> ApiError:
 def wrong_field(
     error: msgspec.ValidationError, sent: bytes | Sequence[Any], kind: Any, at: str = ""
 ) -> ApiError:
-    """The 400 for JSON that is no `kind`: names the field, what it must be, and what was sent.
-    `sent`: a body, or the list that its field `at` holds."""
+    """Makes the 400 for JSON that is not of type `kind`. Names the field, the allowed values, and
+    the actual value. `sent`: a body, or the list in its field `at`."""
     message, _, path = str(error).partition(" - at `$")
     steps = [
         int(position) if position.isdecimal() else name or "..."
@@ -72,7 +73,7 @@ def wrong_field(
 
 
 def _must(message: str) -> str:
-    """msgspec's "Expected `int` >= 1, got 0" as "must be at least 1, got 0"."""
+    """Translates msgspec's "Expected `int` >= 1, got 0" to "must be at least 1, got 0"."""
     match = _EXPECTED.fullmatch(message)
     if match is None:  # such as "Expected `str` matching regex '...'"
         return message.replace("Expected `str` ", "must be a string ")
@@ -88,18 +89,18 @@ def _must(message: str) -> str:
 
 
 def _in_words(types: str) -> str:
-    """Types as msgspec writes them: "int | null" is "an integer or null"."""
+    """Translates types as msgspec writes them: "int | null" becomes "an integer or null"."""
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
 def _shown(sent: bytes | Sequence[Any], steps: Sequence[Step]) -> str:
-    """What stands there, for a number or a short text, or how long it is."""
+    """Returns the actual value if it is a number or short text, else its length."""
     try:
         value: Any = msgspec.json.decode(sent) if isinstance(sent, bytes) else sent
         for step in steps:
             value = value[step]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
-        return ""  # a key of a mapping is not known; behind the field the body may not be JSON
+        return ""  # the key of a mapping is unknown, and the body may be invalid after the field
     if isinstance(value, list | dict):
         return f", got {len(value)}"
     if isinstance(value, str) and len(value) > MAX_SHOWN:
@@ -108,7 +109,7 @@ def _shown(sent: bytes | Sequence[Any], steps: Sequence[Step]) -> str:
 
 
 def _choices(info: inspect.Type, steps: Sequence[Step]) -> Iterator[Any]:
-    """The values that the type has for an enumeration there, or for what tells structs apart."""
+    """Yields the allowed values of an enumeration, or the tags of a union of structs."""
     match info:
         case inspect.Metadata(type=inner):
             yield from _choices(inner, steps)
@@ -132,7 +133,7 @@ def _choices(info: inspect.Type, steps: Sequence[Step]) -> Iterator[Any]:
 
 
 def check_token_ids(ids: Sequence[int], limits: EngineLimits, param: str) -> None:
-    """Checks that the vocabulary has all of the ids. ApiError names the first that it does not."""
+    """Checks that the vocabulary has all ids. Raises ApiError that names the first unknown one."""
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
         raise _token_id_error(wrong, limits, param)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, translated to a chat, and the chat's output back."""
+"""OpenAI's Responses API: translates requests to chats, and chat outputs back."""
 
 from jaxserve.server.responses.handlers import responses
 

@@ -69,7 +69,7 @@ def _translated(arrival: Arrival, fields: ResponsesRequest, history: Sequence[It
 def _keep(
     arrival: Arrival, fields: ResponsesRequest, history: Sequence[Item]
 ) -> Callable[[dict[str, Any]], None] | None:
-    """Stores a response; None: it is not to be stored."""
+    """Returns a function that stores a response; None: the client does not want it stored."""
     store, tenant = arrival.service.responses, tenant_of(arrival.request)
     if fields.store is False or not store.on:
         return None

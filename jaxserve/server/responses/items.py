@@ -13,18 +13,19 @@ type Json = dict[str, Any]
 
 
 class OutputItems:
-    """Segments of an output in the words of the API."""
+    """Formats segments of an output as output items of the API."""
 
     def __init__(
         self, key: str, names: Mapping[str, Name], seal: Callable[[str], str] | None = None
     ):
-        """`key`: the response's own; `names`: what the client calls tools of namespaces; `seal`:
-        for thoughts, if the client wants them sealed, too."""
+        """`key`: unique part of the response's ids; `names`: the client's names of tools in
+        namespaces; `seal`: encrypts reasoning, if the client asks for that."""
         self._key = key
         self._names = names
         self._seal = seal
         self._sealed: dict[int, str] = {}
-        """By segment: sealing the same text again gives another text."""
+        """Encrypted reasoning by segment, because encrypting the same text twice gives two
+        results."""
 
     def id(self, segment: Segment) -> str:
         first = segment.first
@@ -35,7 +36,7 @@ class OutputItems:
         return f"{prefix}_{self._key}{segment.index}"
 
     def opened(self, segment: Segment) -> Json:
-        """As it is announced: nothing in it yet."""
+        """Returns the item as it is announced, still empty."""
         item = self.finished(segment, "in_progress", [])
         for name, nothing in (("content", []), ("arguments", ""), ("input", "")):
             if name in item:
@@ -59,7 +60,7 @@ class OutputItems:
         return {**item, "type": "message", "role": "assistant", "content": [part]}
 
     def called_name(self, call: CallOpened) -> Json:
-        """In the fields that the client expects."""
+        """Returns the call's name in the fields that the client expects."""
         name = self._names.get(call.name, Name(None, call.name))
         if name.namespace is None:
             return {"name": name.name}

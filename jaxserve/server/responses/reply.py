@@ -1,4 +1,4 @@
-"""A chat's output as a response and its events, in the official order."""
+"""Formats a chat's output as a response and its events, in the official order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ResponsesReply:
         seal: Callable[[str], str] | None,
         keep: Callable[[Json], None] | None,
     ):
-        """`seal`: for thoughts, where the client wants them sealed; `keep`: stores the response
-        once it is complete, before the client has it."""
+        """`seal`: encrypts reasoning, if the client asks for that; `keep`: stores the complete
+        response before the client gets it."""
         self._generation = generation
         self._choice = generation.choices[0]
         self._tokenizer = arrival.service.tokenizer
@@ -46,9 +46,9 @@ class ResponsesReply:
         )
         self._segments = Segments()
         self._logprobs: dict[int, list[Json]] = {}
-        """By segment; those of the tokens that ended in it."""
+        """By segment: logprobs of the tokens that ended in it."""
         self._held: list[Json] = []
-        """Those of the tokens whose text may still come."""
+        """Logprobs of tokens whose text may still come."""
         self._finish: FinishReason | None = None
         self._sequence = 0
         self._items = OutputItems(arrival.id, client_names(fields.tools or ()), seal)
@@ -80,7 +80,7 @@ class ResponsesReply:
 
     def error_events(self, error: ApiError) -> bytes:
         failed = self._response("failed")
-        # Of the official codes, and one that clients do not try again for what is their affair.
+        # An official code, and one that clients do not retry if the error is theirs.
         code = "invalid_prompt" if error.status == 400 else "server_error"
         failed["error"] = {"code": code, "message": error.message}
         return self._event("response.failed", response=failed)
@@ -118,7 +118,7 @@ class ResponsesReply:
         return chat_logprobs(self._tokenizer, delta.tokens[0], delta.logprobs, self._num_top)
 
     def _keep(self, change: Change) -> list[Json]:
-        """The logprobs that come with more of a message's text."""
+        """Returns the logprobs of the tokens in more text of a message."""
         if not (isinstance(change, Grew) and isinstance(change.segment.first, Content)):
             return []
         entries, self._held = self._held, []
@@ -213,7 +213,7 @@ def _call_events(call: CallOpened) -> str:
 
 
 def _head(arrival: Arrival, model: str, fields: ResponsesRequest, params: SamplingParams) -> Json:
-    """What a response repeats of its request, in the words of what was done."""
+    """Returns the fields of a response that repeat its request, with the values that were used."""
     reasoning = fields.reasoning
     return {
         "id": f"resp_{arrival.id}",
@@ -246,5 +246,5 @@ def _honoured(tool: ToolDefinition) -> bool:
 
 
 def _written(value: Any) -> Any:
-    """As the client wrote it: without the fields that were absent."""
+    """Returns a value as the client wrote it, without absent fields."""
     return msgspec.to_builtins(value)

@@ -1,4 +1,4 @@
-"""What /v1/responses understands."""
+"""The request types of /v1/responses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TEXT_PARTS = frozenset(
 
 class Part(Struct, kw_only=True, omit_defaults=True):
     type: str
-    """One of TEXT_PARTS, or what becomes a placeholder in the output of a tool."""
+    """One of TEXT_PARTS. In a tool's output, other types become a placeholder."""
     text: str | None = None
     refusal: str | None = None
 
 
 class Item(Struct, kw_only=True, omit_defaults=True):
-    """One of several kinds; a message need not say its type."""
+    """An item of any kind. The type of a message is optional."""
 
     type: str | None = None
     id: str | None = None
@@ -70,7 +70,7 @@ BUILT_IN_ITEMS = frozenset(
         "web_search_call",
     }
 )
-"""What other servers' tools have left in a conversation: not shown to the model, and named."""
+"""Items of other servers' built-in tools. The model does not see them; a header names them."""
 
 
 class ToolFormat(Struct, kw_only=True, omit_defaults=True):
@@ -80,7 +80,7 @@ class ToolFormat(Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolDefinition(Struct, kw_only=True, omit_defaults=True):
-    """A function, a custom tool, a namespace of them, or what is not honoured."""
+    """A function, a custom tool, a namespace of those, or an unsupported tool."""
 
     type: str
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -94,7 +94,7 @@ class ToolDefinition(Struct, kw_only=True, omit_defaults=True):
 class ReasoningOptions(Struct, kw_only=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Has no effect: the thoughts themselves are in the output."""
+    """Has no effect: the output contains the full reasoning."""
 
 
 class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -103,7 +103,7 @@ class TextFormat(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    """Without effect: the schema is always followed."""
+    """Has no effect: the schema is always followed."""
 
 
 class FunctionChoice(Struct, kw_only=True, tag_field="type", tag="function", omit_defaults=True):
@@ -172,7 +172,7 @@ class ResponsesRequest(Struct, kw_only=True):
     include: list[Include] | None = None
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """Has no effect: `auto` would let a conversation lose its beginning."""
+    """Has no effect: `auto` would drop the beginning of a conversation."""
     max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """Has no effect: it counts calls of built-in tools."""
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None

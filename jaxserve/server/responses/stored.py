@@ -1,4 +1,4 @@
-"""Responses that are kept: what a request takes up from them, and the routes that show them."""
+"""Stored responses: how requests refer to them, and the routes that return them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.server.shapes import DeletedResponse, InputItems
 from jaxserve.server.tenant import tenant_of
 
 KEY_CHARS = 32
-"""Of the part that the ids of a response and of its items have in common."""
+"""Characters of the part that a response's id shares with the ids of its items."""
 MAX_LISTED = 100
 
 _OFF = "nothing is stored on this server (--response-store-bytes 0)"
@@ -25,8 +25,8 @@ _GONE = "it was made with store: false, was deleted, made room for others, or th
 
 
 def earlier_items(store: ResponseStore, tenant: str, previous: str | None) -> list[Item]:
-    """Returns the conversation up to a response, itself included. ApiError (400): it is not
-    there."""
+    """Returns the conversation up to and including a response. Raises ApiError (400) if it is not
+    stored."""
     if previous is None:
         return []
     stored = store.get(tenant, previous)
@@ -41,8 +41,8 @@ def earlier_items(store: ResponseStore, tenant: str, previous: str | None) -> li
 
 
 def with_items(store: ResponseStore, tenant: str, given: Sequence[Item]) -> list[Item]:
-    """The items, those that are referred to in place of their references; ApiError (400): one is
-    not there."""
+    """Returns the items with references replaced by the items they refer to. Raises ApiError (400)
+    if one is not stored."""
     return [
         _referred(store, tenant, item, f"input[{position}]") if _is_reference(item) else item
         for position, item in enumerate(given)
@@ -52,7 +52,7 @@ def with_items(store: ResponseStore, tenant: str, given: Sequence[Item]) -> list
 def entry(
     fields: ResponsesRequest, history: Sequence[Item], key: str, response: dict[str, Any]
 ) -> Stored:
-    """Returns what is kept of a response. `key`: its own part of ids."""
+    """Returns the entry to store for a response. `key`: unique part of its ids."""
     given = fields.input
     if isinstance(given, str):
         given = [Item(type="message", role="user", content=given)]
@@ -83,7 +83,7 @@ async def delete(request: web.Request) -> web.Response:
 
 
 async def input_items(request: web.Request) -> web.Response:
-    """GET /v1/responses/{response_id}/input_items: the latest first, unless `order` is asc."""
+    """GET /v1/responses/{response_id}/input_items: newest first, unless `order` is asc."""
     items = [msgspec.json.decode(item) for item in _asked(request).input]
     if request.query.get("order", "desc") != "asc":
         items.reverse()
@@ -122,7 +122,7 @@ def _not_found(request: web.Request) -> ApiError:
 
 
 def _is_reference(item: Item) -> bool:
-    """Its type need not be said."""
+    """Returns whether an item is a reference. Its type is optional."""
     bare = item.type is None and item.role is None and item.content is None
     return item.type == "item_reference" or (bare and item.id is not None)
 

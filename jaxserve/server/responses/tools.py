@@ -1,4 +1,4 @@
-"""The tools of a response as those of a chat: namespaces become a part of the names."""
+"""Translates the tools of a response to those of a chat. Namespaces become part of names."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from jaxserve.server.responses.schema import (
 
 
 class Name(NamedTuple):
-    """A tool's, as the client knows it."""
+    """The client's name of a tool."""
 
     namespace: str | None
     name: str
 
     @property
     def flat(self) -> str:
-        """As the model knows it."""
+        """The model's name of the tool."""
         return self.name if self.namespace is None else f"{self.namespace}.{self.name}"
 
 
 def chat_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """What no chat has either is passed on, to be left out and named there."""
+    """Translates tools. Passes on unknown kinds: the chat leaves them out and names them."""
     translated: list[dict[str, Any]] = []
     for position, tool in enumerate(tools):
         param = f"tools[{position}]"
@@ -49,8 +49,8 @@ def chat_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
 
 
 def client_names(tools: Sequence[ToolDefinition]) -> Mapping[str, Name]:
-    """The tools of namespaces by the names that the model knows, and by those without the namespace
-    where nothing else has these: a model may leave it out."""
+    """Returns the names of tools in namespaces, by the model's name. Also by the name without the
+    namespace if it is unique, because a model may omit the namespace."""
     inner = [Name(tool.name, one.name or "") for tool, one in _namespaced(tools)]
     plain = [tool.name for tool in tools if tool.type != "namespace"] + [n.name for n in inner]
     return {n.name: n for n in inner if plain.count(n.name) == 1} | {n.flat: n for n in inner}
@@ -59,7 +59,7 @@ def client_names(tools: Sequence[ToolDefinition]) -> Mapping[str, Name]:
 def chat_tool_choice(
     choice: ToolChoice | None, tools: Sequence[ToolDefinition]
 ) -> chat.ToolChoice | None:
-    """Returns the tool choice as chats have it."""
+    """Translates the tool choice to that of a chat."""
     match choice:
         case FunctionChoice():
             return chat.NamedTool(function=_named(choice))
@@ -84,7 +84,8 @@ def _namespaced(
 
 
 def _of_namespace(namespace: ToolDefinition, param: str) -> Iterator[dict[str, Any]]:
-    """What the namespace says of itself stands before what its first tool does."""
+    """Yields the tools of a namespace. The description of the namespace precedes that of its first
+    tool."""
     if namespace.name is None:
         raise invalid(f"{param}.name is required", param=f"{param}.name")
     told = namespace.description
@@ -127,7 +128,7 @@ def _named(choice: FunctionChoice | CustomChoice) -> chat.NamedFunction:
 
 
 def _allowed(tool: AllowedTool, tools: Sequence[ToolDefinition]) -> Iterator[chat.AllowedTool]:
-    """A tool, all of a namespace, or nothing: what is left out of the tools."""
+    """Yields a tool, or all tools of a namespace. Yields nothing for unsupported tools."""
     if tool.type in ("function", "custom") and tool.name is not None:
         yield _allowed_tool(tool.type, Name(tool.namespace, tool.name))
     elif tool.type == "namespace":

@@ -1,4 +1,4 @@
-"""A request of the Responses API as a chat."""
+"""Translates a request of the Responses API to a chat."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""A chat's fields whose errors are about another field here."""
+"""Chat fields and the fields of this API that errors about them should name."""
 
 
 class Translated(NamedTuple):
-    """The chat that a request of the Responses API is."""
+    """The chat for a request of the Responses API."""
 
     chat: chat.ChatRequest
     ignored: tuple[str, ...]
-    """What the model does not get to see, for the header that names it."""
+    """Parts that the model does not see, for the header that names them."""
 
 
 def to_chat(
@@ -40,13 +40,13 @@ def to_chat(
 ) -> Translated:
     """
     Args:
-      history: items of earlier requests and their responses, before those of the input.
-      opened: a sealed thought's text; None: it cannot be opened.
+      history: items of earlier requests and their responses, before the items of the input.
+      opened: returns the text of encrypted reasoning; None: it cannot be decrypted.
     """
     conversation = _Conversation(opened)
     if fields.instructions is not None:
         conversation.say("system", fields.instructions)
-    # A name for errors: what was stored has none.
+    # Stored items have no name; errors need one.
     for item in history:
         conversation.add(item, "previous_response_id")
     if isinstance(fields.input, str):
@@ -84,12 +84,12 @@ def _chat(fields: ResponsesRequest, messages: list[chat.Message]) -> chat.ChatRe
 
 
 def own_names(ignored: Iterable[str]) -> tuple[str, ...]:
-    """What the chat leaves out, as fields of this API: parts of results of tools."""
+    """Returns the names of ignored parts of tool results as fields of this API."""
     return tuple(name.replace("messages.content.", "input.output.") for name in ignored)
 
 
 class _Conversation:
-    """Messages of a chat, made of items."""
+    """Builds the messages of a chat from items."""
 
     def __init__(self, opened: Callable[[str], str | None]):
         self.messages: list[chat.Message] = []
@@ -100,7 +100,7 @@ class _Conversation:
         self.messages.append(chat.Message(role=role, content=text))
 
     def add(self, item: Item, param: str) -> None:
-        """Thoughts, text and calls of one turn are one message of the assistant."""
+        """Adds an item. Reasoning, text and calls of one turn form one assistant message."""
         match item.type:
             case "message" | None:
                 self._add_message(item, param)
@@ -124,8 +124,9 @@ class _Conversation:
                 )
 
     def _thought(self, item: Item, param: str) -> str:
-        """Clients that keep it sealed may leave the rest out. One that cannot be opened, as after
-        a restart without a key of the server's own, must not end the conversation."""
+        """Returns the text of reasoning. Clients may send only its encrypted form. Reasoning that
+        cannot be decrypted, as after a restart without a configured key, must not end the
+        conversation."""
         if not item.content and item.encrypted_content:
             if (opened := self._opened(item.encrypted_content)) is not None:
                 return opened
@@ -158,7 +159,7 @@ class _Conversation:
         last.tool_calls = [*(last.tool_calls or ()), call]
 
     def _turn(self) -> chat.Message | None:
-        """The assistant's message that is still growing."""
+        """Returns the assistant message that is still growing, if any."""
         last = self.messages[-1] if self.messages else None
         return last if last is not None and last.role == "assistant" else None
 
@@ -182,7 +183,8 @@ def _text(content: str | Sequence[Part], param: str) -> str:
 
 
 def _output(output: str | list[Part] | dict[str, Any], param: str) -> str | list[chat.ContentPart]:
-    """A tool's; what the model cannot read becomes a placeholder where the prompt is made."""
+    """Returns a tool's output. Parts that the model cannot read become placeholders in the
+    prompt."""
     if isinstance(output, str):
         return output
     if isinstance(output, dict):

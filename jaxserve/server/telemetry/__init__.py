@@ -1,1 +1,1 @@
-"""What is told of requests that have ended: log lines, spans."""
+"""Log lines and spans of finished requests."""

@@ -1,4 +1,4 @@
-"""A request that has ended, as logs and spans tell of it."""
+"""A finished request, as input of logs and spans."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from jaxserve.server.output.generation import Generation
 
 
 class Timing(NamedTuple):
-    """Times of one choice, in seconds; None where it did not come so far."""
+    """Times of one choice in seconds; None if it did not get that far."""
 
     queue: float | None
     prefill: float | None
     ttft: float | None
-    """From the request's arrival."""
+    """Time from the request's arrival to the first token."""
     decode: float | None
     itl: float | None
-    """The mean."""
+    """Mean time between tokens."""
 
 
 class Finished(NamedTuple):
-    """A request that has ended."""
+    """A finished request."""
 
     id: str
     method: str
     route: str | None
-    """None: there is no such route."""
+    """The route; None: no route matched."""
     status: int
     began: float
-    """Unix time."""
+    """Time of arrival, as Unix time."""
     seconds: float
     headers: Mapping[str, str]
     generation: Generation | None
     timing: Timing
-    """Of the first choice."""
+    """Times of the first choice."""
 
 
 class Tracer(Protocol):
-    """Where spans of requests go."""
+    """Receives the spans of requests."""
 
     def record(self, finished: Finished) -> None:
-        """Records a request that generated, or was to. Returns at once."""
+        """Records a request that generated, or was to generate. Returns at once."""
         ...

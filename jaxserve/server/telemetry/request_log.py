@@ -1,4 +1,4 @@
-"""What is said of a request that has ended: a line in the log, a span. Never its text."""
+"""Reports a finished request as a log line and a span, never with its text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger("jaxserve.requests")
 
 MAX_PATH_CHARS = 200
 CLIENT_GONE = 499
-"""The status of a request whose client left first (nginx's number for it)."""
+"""Status of a request whose client disconnected early (nginx's number)."""
 
 
 @web.middleware
 async def report_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reports a request that has ended: a line in the log, a span, as the server was asked to."""
+    """Reports a finished request as a log line and a span, if the server is configured to."""
     service = request.app[SERVICE]
     if not service.config.log_requests and service.tracer is None:
         return await handler(request)

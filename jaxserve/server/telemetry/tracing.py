@@ -1,5 +1,5 @@
-"""Spans of requests by OpenTelemetry. Only imported where `--otlp-traces-endpoint` asks for it:
-its packages are those of the extra `otel`."""
+"""OpenTelemetry spans of requests. Imported only if `--otlp-traces-endpoint` is given, because it
+needs the packages of the extra `otel`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jaxserve.server.telemetry.finished import Finished
 
 
 class Tracing:
-    """Implements the server's `Tracer`: one span per request, made when it has ended, below the
-    span that its `traceparent` header names. Sent in batches by a thread of the SDK.
+    """Implements the server's `Tracer`: one span per finished request, as a child of the span in
+    its `traceparent` header. A thread of the SDK sends spans in batches.
 
-    Attributes have the names of OpenTelemetry's conventions for generative AI, and vLLM's where
-    those have none or had others before, our own where it has none either; times are in seconds.
+    Attributes have the names of OpenTelemetry's conventions for generative AI. Otherwise they have
+    vLLM's names, or our own if vLLM has none. Times are in seconds.
     """
 
     def __init__(self, endpoint: str, model: str):
-        """`endpoint`: where OTLP over HTTP is taken, e.g. http://localhost:4318/v1/traces."""
+        """`endpoint`: URL for OTLP over HTTP, e.g. http://localhost:4318/v1/traces."""
         resource = Resource.create({"service.name": "jaxserve", "service.version": __version__})
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
@@ -49,7 +49,7 @@ class Tracing:
         span.end(began + int(finished.seconds * 1e9))
 
     def shutdown(self) -> None:
-        """Send what is left; takes as long as the collector, at most some seconds."""
+        """Sends the remaining spans. Takes as long as the collector, at most some seconds."""
         self._provider.shutdown()
 
     def _attributes(self, finished: Finished) -> Iterator[tuple[str, AttributeValue]]:

@@ -1,7 +1,7 @@
-"""The pages: a chat at `/`, the engine at work at `/ui/engine`.
+"""The web pages: a chat at `/`, and the engine's state at `/ui/engine`.
 
-Plain files without a build step. They load nothing from elsewhere and speak to this server's own
-API, with the key that is typed in.
+They are plain files without a build step. They load nothing from other servers, and use this
+server's own API with the key that the user types in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jaxserve
 from jaxserve.server.ui.live import LIVE, live_events
 
 OPEN_PAGES = frozenset({"/", "/ui/engine", "/ui/{file}"})
-"""Routes that need no key: they show nothing of the server but these files."""
+"""Routes that need no key. They return only these files, nothing about the server."""
 
 EVENTS_ROUTE = "/ui/engine/events"
 
@@ -37,13 +37,13 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _THEME = Path(jaxserve.__file__).with_name("theme.css")
-"""The style of all pages, the bench's included."""
+"""The style of all pages, including the bench's."""
 
 type _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def ui_routes(prefix: str) -> list[web.RouteDef]:
-    """Returns the routes of the pages under a path; the files are read now."""
+    """Returns the routes of the pages under a path. Reads the files now."""
     files = _files()
     return [
         web.get(f"{prefix}/", _shows(files["index.html"])),
@@ -54,7 +54,7 @@ def ui_routes(prefix: str) -> list[web.RouteDef]:
 
 
 class _File:
-    """A file of the pages, and what its answers have in common."""
+    """A file of the pages, with the headers of its answers."""
 
     def __init__(self, path: Path):
         self.body = path.read_bytes()
@@ -65,7 +65,7 @@ class _File:
         }
 
     def answer(self, request: web.Request) -> web.Response:
-        """304 for a browser that has it."""
+        """Answers with the file, or with 304 if the browser has it."""
         tags = request.headers.get(hdrs.IF_NONE_MATCH, "")
         if self.headers[hdrs.ETAG] in tags:
             return web.Response(status=304, headers=self.headers)

@@ -1,4 +1,4 @@
-"""The engine at work, as events: one look for all who watch, on the event loop's thread."""
+"""Streams the engine's state as events. All watchers share one poll on the event loop's thread."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from jaxserve.server.sse import EventStream, named_event
 from jaxserve.views import Occupancy, StepView, WaitingView
 
 INTERVAL = 0.125
-"""Seconds between two looks: at most 8 events a second, and one of what hardly changes."""
+"""Seconds between two polls: at most 8 events a second."""
 
 RARELY = 4
-"""Looks between two at the pages, the queue and the distributions, which take longer."""
+"""Polls between two reads of the pages, the queue and the distributions, which take longer."""
 
 MAX_WATCHERS = 16
 MAX_PAGES = 1536
-"""Cells of the map of pages."""
+"""Cells in the map of pages."""
 
 DEADLINES = (0.0, 1.0, 5.0, 30.0)
-"""Seconds left, by which those that wait are counted."""
+"""Seconds left until the deadline, by which waiting sequences are counted."""
 
 _MAX_LEVELS = 8
 _MAX_BEHIND = 4
-"""Events that a watcher may be behind; older ones are dropped."""
+"""Events that a watcher may lag behind. Older ones are dropped."""
 
 type Startup = Callable[[], Sequence[tuple[str, float, float]]]
-"""Phases of the start so far: name, begin and end in seconds."""
+"""Returns the phases of the start so far: name, begin and end in seconds."""
 
 
 class Live:
-    """Looks at the engine while somebody watches, and never otherwise."""
+    """Polls the engine, but only while somebody watches."""
 
     def __init__(self, engine: Engine, metrics: Metrics, config: ServerConfig, startup: Startup):
         self._engine = engine
@@ -54,7 +54,7 @@ class Live:
         self._looking: asyncio.Task[None] | None = None
 
     async def watch(self) -> AsyncGenerator[bytes]:
-        """Yields events until the server shuts down. ApiError (429): too many watch."""
+        """Yields events until the server shuts down. Raises ApiError (429) if too many watch."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(
                 429, f"{MAX_WATCHERS} watch already", code="too_many_watchers", retry_after=10.0
@@ -88,7 +88,7 @@ class Live:
             if looks % RARELY == 0:
                 body |= self._rarer()
             event = named_event("tick", body)
-            if body["phase"] != phase:  # what was measured at the start is known now
+            if body["phase"] != phase:  # the start has finished its measurements
                 phase = body["phase"]
                 event += self._about()
             looks += 1
@@ -98,7 +98,7 @@ class Live:
                 queue.put_nowait(event)
 
     def _about(self) -> bytes:
-        """What changes with the start only."""
+        """Returns facts that only change during the start."""
         figures, limits = self._metrics.figures(), self._engine.limits
         return named_event(
             "about",
@@ -163,7 +163,7 @@ async def live_events(request: web.Request) -> web.StreamResponse:
 
 
 def _step(step: StepView) -> list[Any]:
-    """number, kind, bucket, decode rows, chunks, their tokens, ms, expected ms, late."""
+    """Returns number, kind, bucket, decode rows, chunks, their tokens, ms, expected ms, late."""
     return [
         step.number,
         step.kind,
@@ -190,8 +190,8 @@ def _pages(occupancy: Occupancy) -> dict[str, Any]:
 
 
 def _queue(waiting: Iterable[WaitingView]) -> list[list[Any]]:
-    """[class, waiting with at most each of DEADLINES left (overdue first), with more, with none]
-    for each class: its priority, or that it was preempted."""
+    """Returns, for each class, [class, waiting with at most each of DEADLINES left (overdue first),
+    with more, without a deadline]. A class is a priority, or the preempted sequences."""
     rows: dict[str, Counter[int]] = {}
     for each in waiting:
         name = "preempted" if each.preempted else f"priority {each.level}" if each.level else "new"
