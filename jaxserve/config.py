@@ -95,18 +95,18 @@ class CacheConfig:
         _ = self.groups  # constructing the groups checks them
         if self.snapshots and self.snapshot_stride % max(self.page_size, self.state_block):
             raise ConfigError(
-                f"snapshots every {self.snapshot_stride} tokens are not at ends of pages of "
-                f"{self.page_size} tokens and of blocks of {self.state_block}"
+                f"the snapshot stride of {self.snapshot_stride} tokens must be a multiple of the "
+                f"page size ({self.page_size}) and of the state block ({self.state_block})"
             )
         if self.snapshots and self.own_tokens % self.state_block:
             raise ConfigError(
-                f"the {self.own_tokens} tokens that a slot keeps for itself are no whole blocks of "
-                f"{self.state_block}"
+                f"the {self.own_tokens} tokens that each slot keeps for itself must be a multiple "
+                f"of the state block ({self.state_block})"
             )
         if self.state_block > self.page_size and any(each.window for each in self.groups):
             raise ConfigError(
-                f"pages of {self.page_size} tokens in groups with a window do not hold blocks of "
-                f"{self.state_block}"
+                f"in groups with a window, pages of {self.page_size} tokens must be at least as "
+                f"large as the state block ({self.state_block})"
             )
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")

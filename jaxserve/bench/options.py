@@ -110,7 +110,7 @@ _HELP = {
     "rate_end": "let the rate ramp in a line to this",
     "rate_steps": "rates one after another, each for an equal part of the duration: 4,8,16",
     "burstiness": "shape of the gaps: 1 Poisson, below 1 burstier, inf evenly spaced",
-    "concurrency": "closed loop of so many clients instead of a rate",
+    "concurrency": "closed loop of this many clients instead of a rate",
     "duration": "seconds in which requests are sent",
     "drain": "seconds that running requests get after that",
     "timeout": "seconds a request may take",

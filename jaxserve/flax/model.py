@@ -114,7 +114,7 @@ class Layer(nnx.Module):
     def __init__(self, spec: LayerSpec, model: ModelSpec, types: Types, rngs: nnx.Rngs):
         embed, depth, eps = model.embed, 2 * model.num_layers, model.norm_eps
         if isinstance(spec.feed_forward, ExpertsSpec):
-            raise ConfigError(f"{model.architecture} has experts, which nothing here trains")
+            raise ConfigError(f"{model.architecture} has experts, which cannot be trained here")
         if spec.attention is None or is_needed(model):
             raise ConfigError(f"{model.architecture} has no model to train")
         self.input_layernorm = _norm(embed, types, rngs, eps)

@@ -218,7 +218,7 @@ class Lane[Job]:
         self._settle(copy)
 
     def _fail(self, copy: _Copy[Job], error: CudaError) -> None:
-        """Handles a failed call. No event may report the end of chunks begun by it."""
+        """Handles a failed call. The chunks that it began may have no event that reports their end."""
         copy.error = copy.error or str(error)
         if not self._unsure:
             self._unsure = True

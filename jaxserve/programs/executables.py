@@ -66,7 +66,7 @@ def obtain(
         making.write_manifest()
     if making.failures:
         log.warning(
-            "compiled programs cannot be kept, every start compiles: %s; another --cache-dir?",
+            "compiled programs cannot be stored, every start compiles: %s; try another --cache-dir",
             making.failures[0],
         )
     unkept = making.failures[0] if making.failures else ""

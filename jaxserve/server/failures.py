@@ -21,7 +21,7 @@ def api_error(service: Service, error: Rejected | Overloaded | EngineFailed) -> 
             code="grammar_limit",
         )
     if isinstance(error, ReaderTooSlow):
-        return ApiError(408, f"the answer was given up: {error}", code="slow_reader")
+        return ApiError(408, f"the answer was cancelled: {error}", code="slow_reader")
     status = service.engine.status()
     accepting = status.ready and status.phase != "draining"
     if isinstance(error, EngineFailed) and status.phase == "draining":

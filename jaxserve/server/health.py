@@ -51,7 +51,7 @@ async def live(request: web.Request) -> web.Response:
 
 async def _health(request: web.Request, well: set[str] | None) -> web.Response:
     """Answers a health probe. With `deep=1`, a serving engine must generate a token. `well`: the
-    phases with status 200; None: all phases except the stalled one."""
+    phases with status 200; None: all phases except `failed` and `stalled`."""
     service = request.app[SERVICE]
     status, phase = service.engine.status(), phase_of(request)
     healthy = phase not in ("failed", "stalled") if well is None else phase in well

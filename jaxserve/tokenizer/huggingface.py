@@ -212,7 +212,7 @@ def _check_ids(file: Path, full: tokenizers.Tokenizer) -> None:
         if (used := full.token_to_id(token.content)) != token.id:
             raise ConfigError(
                 f"{file}: the added token {token.content!r} has id {token.id}, where {used} would "
-                "be next: ids must go on from the vocabulary's without a gap"
+                "be next: ids must continue those of the vocabulary without a gap"
             )
 
 
@@ -284,5 +284,5 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = [each for each in template if isinstance(each, dict)]
         template = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(template, str | None):
-        raise ConfigError(f"tokenizer_config.json: chat_template is {template!r:.100}, no text")
+        raise ConfigError(f"tokenizer_config.json: chat_template is {template!r:.100}, not a text")
     return template

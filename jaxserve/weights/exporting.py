@@ -60,8 +60,8 @@ def open_named(options: Options, source: ModelSource, native: NativeCheckpoint |
     stored = open_stored_of(source, quantization(options))
     if isinstance(stored, QuantizedCheckpoint):
         raise CheckpointError(
-            f"{stored.folder}: quantised ({stored.format.describe()}), which nothing here reads as "
-            "plain numbers: take the original"
+            f"{stored.folder}: quantised ({stored.format.describe()}); only weights that are not "
+            "quantised can be converted like this: use the original"
         )
     return stored
 

@@ -96,14 +96,14 @@ def open_checkpoint_of(folder: Path, wanted: Quantization) -> Stored:
     if wanted.layers is not None:
         raise ConfigError(
             f"--quantization {wanted.layers}: {folder} is quantised already "
-            f"({format.describe()}); leave the flag out, or take the original"
+            f"({format.describe()}); leave the flag out, or use the original"
         )
     stored = QuantizedCheckpoint(checkpoint, format)
     _check_embedding(stored)
     log.info("%s: %s, %d matrices", folder, format.describe(), len(stored.modules))
     if stored.unused:
         kinds = sorted({name.rpartition(".")[2] for name in stored.unused})
-        log.info("%d tensors have no use: %s", len(stored.unused), ", ".join(kinds))
+        log.info("%d tensors are not used: %s", len(stored.unused), ", ".join(kinds))
     return stored
 
 

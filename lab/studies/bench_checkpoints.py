@@ -1,10 +1,10 @@
-"""Orbax against the engine's own checkpoint: time, memory and import of writing and of reading.
+"""Compares Orbax with the engine's own checkpoint format: write and read time, memory, import time.
 
     python -m lab.studies.bench_checkpoints --model qwen3-0.6b --folder /tmp/checkpoints
 
-Stacked bfloat16 weights of the model's shape, in host memory, to files and back to arrays on the
-default device; each measurement in a process of its own. Needs the extra `bench` (orbax comes with
-flax).
+Writes stacked bfloat16 weights of the model's shape from host memory to files, and reads them to
+arrays on the default device. Each measurement runs in its own process. Needs the extra `bench`
+(orbax comes with flax).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(kind: str, what: str, model: str, folder: Path) -> dict[str, float]:
             abstract,
         )
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the memory peak
     begun, processor = time.perf_counter(), time.process_time()
     run(tree)
     seconds, processor = time.perf_counter() - begun, time.process_time() - processor

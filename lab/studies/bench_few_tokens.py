@@ -1,10 +1,11 @@
-"""Layers of experts of few tokens, launched in other ways, in turns in one process.
+"""Compares ways to launch a layer of experts for few tokens, in turns in one process.
 
     python -m lab.studies.bench_few_tokens --out few_tokens.json
 
-A layer: the norm that adds what is before it, the router, its choice, the experts' products. Layer
-after layer as one chain, whose buffers do not move. Each way's result is compared with that of the
-way that is in use. Then a layer's time, and by how much each kernel ends after the one before it.
+A layer is the norm that adds the previous result, the router, its choice, and the experts'
+products. The layers form one chain whose buffers do not move. The script compares each way's result
+with that of the default way. Then it measures the time of a layer, and how long each kernel ends
+after the previous one.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ from jaxserve_kernels.experts import Routing, norm_and_score, routed_experts
 from jaxserve_kernels.target import Target
 
 DEPTH = 16
-"""Layers of a chain."""
+"""Layers in a chain."""
 FEW = 64
-"""Tokens of a case, at most."""
+"""The most tokens in a case."""
 CASES = (
     *("qwen3-30b-a3b:bf16:1", "qwen3-30b-a3b:int4:1", "qwen3-30b-a3b:bf16:8"),
     *("qwen3-30b-a3b:int4:8", "gpt-oss-20b:mxfp4:1", "gpt-oss-20b:mxfp4:8"),
     *("qwen3-30b-a3b:bf16:16", "qwen3-30b-a3b:int4:16"),
     *("qwen3-30b-a3b:fp8:1", "qwen3-30b-a3b:fp8:8"),
 )
-"""Model, format, tokens."""
+"""Cases: model, format and tokens."""
 
 LIMITS: dict[str, dict[str, int]] = {
     "apart": {"few_tokens": 0},
     "few, 2": {"few_tokens": FEW, "few_resident": 2},
     "few, 3": {"few_tokens": FEW, "few_resident": 3},
 }
-"""Of `jaxserve_kernels/tables/experts`, by way."""
+"""Settings of `jaxserve_kernels/tables/experts`, by way."""
 KEY = "experts", tables.LIMITS
 
 
 def layer(x: Any, parts: Any, norm: Any, router: Any, w: Any, sizes: Model, **on: Any) -> Any:
-    """x and parts of a layer."""
+    """Runs a layer. Returns x and its parts."""
     x, token, scores = norm_and_score(x, parts, norm, EPS, router, **on)
     routing = Routing(num_experts=sizes.experts, top_k=sizes.top_k)
     return x, routed_experts(token, scores, routing, w, activation=sizes.activation, **on)
@@ -135,7 +136,7 @@ def measure(
 
 
 def compiled(x: Any, parts: Any, fixed: Any, sizes: Model, target: Target) -> Any:
-    """Of donated x and parts, so that buffers stay where they are."""
+    """Compiles a chain that donates x and parts, so that its buffers do not move."""
 
     def chain(x: Any, parts: Any, norm: Any, router: Any, w: Any, *, target: Target) -> Any:
         for index in range(DEPTH):
@@ -146,16 +147,16 @@ def compiled(x: Any, parts: Any, fixed: Any, sizes: Model, target: Target) -> An
 
     def program(*args: Any) -> Any:
         x, found = pdl.call(chain, *args, target=target)
-        if found.shape != parts.shape:  # the definition's
+        if found.shape != parts.shape:  # the parts of the reference implementation
             found = jnp.zeros_like(parts).at[0].set(found[0].astype(parts.dtype))
-        # Of the first layer's size, however many chains follow one another.
+        # Scales the result to the size of the first layer's, so that chains can follow one another.
         return x / jnp.maximum(1, jnp.abs(x).max()), found
 
     return jax.jit(program, donate_argnums=(0, 1)).lower(x, parts, *fixed).compile()
 
 
 def seconds(program: Any, x: Any, parts: Any, fixed: Any, calls: int = 20) -> float:
-    """Of a chain, of several in a row."""
+    """Returns the seconds of one chain, from several in a row."""
     state = jax.block_until_ready((x + 0, parts + 0))
     for _ in range(2):
         state = program(*state, *fixed)
@@ -168,8 +169,8 @@ def seconds(program: Any, x: Any, parts: Any, fixed: Any, calls: int = 20) -> fl
 
 
 def ends(program: Any, x: Any, parts: Any, fixed: Any) -> dict[str, float]:
-    """How long after the kernel before it each kernel ends: they overlap, so that durations do not
-    say it. µs, the median of the chain's layers."""
+    """Returns how long after the previous kernel each kernel ends, in µs, the median over the
+    chain's layers. Kernels overlap, so their durations do not show this."""
     state = program(x + 0, parts + 0, *fixed)
     jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,16 @@
-"""How often the prefix cache of a model with recurrent layers hits in agents' conversations.
+"""Measures prefix cache hits of a model with recurrent layers in conversations of agents.
 
     python -m lab.studies.bench_hybrid_hits --out hits.json
     python -m lab.studies.bench_hybrid_hits --planned --out hits_by_snapshots.json
 
-A server on the CPU with random weights of a small Qwen3.5. Conversations take turns; a turn adds
-the model's output and a tool's result to the context. An ideal cache has the longest prefix that
-any request before has computed. Afterwards prompts of the first conversation run again, three times
-and each with a salt of its own: time to the first token without the cache, and whether its tokens
-are the same.
+It runs a server on the CPU with random weights of a small Qwen3.5. Conversations take turns. A turn
+adds the model's output and a tool's result to the context. An ideal cache would have the longest
+prefix that any earlier request computed. Afterwards the prompts of the first conversation run
+again, three times, each time with a new salt. This gives the time to the first token without the
+cache, and shows whether its tokens are the same.
 
-With --planned the scheduler alone plays a trace of longer contexts, with more and with fewer
-snapshots than there are conversations. Hits depend on no numbers of a model.
+With --planned, only the scheduler plays a trace of longer contexts, with more and with fewer
+snapshots than conversations. Hits do not depend on a model's numbers.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ CONFIG: dict[str, Any] = {
 
 
 class Trace(NamedTuple):
-    """Tokens of the parts of conversations; of pairs a random number of them between both."""
+    """Tokens in the parts of conversations. For a pair, a random number between the two."""
 
     systems: tuple[int, ...]
-    """Instructions and tools of each kind of agent; conversations have one after the other."""
+    """Instructions and tools of each kind of agent. Conversations use them in turn."""
     question: tuple[int, int]
     output: tuple[int, int]
     result: tuple[int, int]
-    """Of a tool, and what surrounds it."""
+    """Tokens of a tool's result and the text around it."""
 
 
 TRACE = Trace(systems=(700, 1300), question=(20, 300), output=(20, 120), result=(60, 420))
@@ -80,7 +80,7 @@ SNAPSHOTS = (8, 12, 16, 24, 32, 64, 128)
 
 type Request = list[int]
 type Ask = Callable[[Request, int], dict[str, Any]]
-"""Returns what was cached of a prompt, and so many tokens that follow it."""
+"""Returns the cached tokens of a prompt, and the given number of tokens that follow it."""
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Planner:
-    """A scheduler whose plans nobody computes; what follows a prompt is random."""
+    """A scheduler whose plans are not computed. The tokens after a prompt are random."""
 
     def __init__(self, snapshots: int):
         config = SchedulerConfig(max_num_seqs=4, max_model_len=65_536, max_num_batched_tokens=2048)
@@ -166,7 +166,7 @@ class Planner:
 
 @contextmanager
 def server(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Its address, and what its log says of state and snapshots."""
+    """Yields the server's address, and its log lines about state and snapshots."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(resolve.__file__).parent / "embedded" / name, folder / name)
@@ -199,7 +199,7 @@ def server(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str
 
 
 def play(ask: Ask, trace: Trace, conversations: int, turns: int) -> list[dict[str, Any]]:
-    """All requests, with what was cached and what an ideal cache would have."""
+    """Returns all requests, with their cached tokens and those of an ideal cache."""
     rng = random.Random(0)
 
     def words(*bounds: int) -> Request:
@@ -224,7 +224,7 @@ def play(ask: Ask, trace: Trace, conversations: int, turns: int) -> list[dict[st
 
 
 def hits(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Cached tokens, and what share of an ideal cache's they are."""
+    """Returns the cached tokens, and their share of an ideal cache's."""
     cached, ideal = (sum(each[name] for each in turns) for name in ("cached", "ideal"))
     return {
         "prompt_tokens": sum(len(each["prompt"]) for each in turns),
@@ -235,7 +235,7 @@ def hits(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def common(one: Request, other: Request) -> int:
-    """Returns how many tokens both begin with."""
+    """Returns the length of the common prefix."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index

@@ -1,18 +1,18 @@
-"""What a card at its power limit leaves room for: a step's parts alone, in turn and side by side.
+"""Measures how fast a step could be at a GPU's power limit: its parts alone, in turn, side by side.
 
     python -m lab.studies.bench_power --out power.json
 
-A mixed step multiplies 2,048 tokens while 200 of them, which decode, read their contexts. Products
-and reads use different parts of the card, so one might hope to hide either under the other. Here
-are the cheapest forms of both: products alone by cuBLASLt, reads that only add up what they read,
-PyTorch's attention for the prompts. They run alone, one after the other, and at once, with some
-multiprocessors for the reads and the others for products, each for long enough that the card is at
-its power limit, whose power and clock stand beside each time.
+A mixed step multiplies 2,048 tokens while 200 decoding tokens read their contexts. Products and
+reads use different parts of the GPU, so one might hope to hide one under the other. This script
+runs the cheapest form of each part: products by cuBLASLt, reads that only add up what they read,
+and PyTorch's attention for the prompts. The parts run alone, one after the other, and at once with
+some multiprocessors for the reads and the others for the products. Each runs long enough for the
+GPU to reach its power limit. Power and clock stand beside each time.
 
-From the parts follows what a closed loop could reach if nothing else took any time: a request is
-1,152 tokens of products, 127 reads and the attention of a prompt of 1,024. Needs torch and triton
-beside jaxserve, because two streams at once are needed; jaxserve itself imports neither torch nor
-this.
+From the parts it computes the limit of a closed loop if nothing else took any time. A request is
+1,152 tokens of products, 127 reads, and the attention of a prompt of 1,024. The script needs torch
+and triton beside jaxserve, because two streams must run at once. jaxserve itself imports neither
+torch nor this script.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models.registry import NAMED_MODELS
 
 WEIGHTS = 12
-"""Layers with weights of their own, more than any cache holds; the others use them again."""
+"""Layers with their own weights: more than any cache holds. The other layers reuse them."""
 
 READ_LAYERS = 8
-"""Layers with keys and values of their own."""
+"""Layers with their own keys and values."""
 
 BLOCK = 32_768
-"""Numbers that a program of reads adds at a time: 64 KiB."""
+"""Numbers that a program of the reads adds at a time: 64 KiB."""
 
 SETTLE = 0.45
-"""Share of a measurement in which the card's clocks fall to what it can keep."""
+"""Share of a measurement in which the GPU's clocks settle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ class Load:
 
     @property
     def read(self) -> int:
-        """Numbers of the keys and values that a layer's decodes read."""
+        """Returns how many numbers of keys and values the decodes of one layer read."""
         return self.decodes * self.context * 2 * self.spec.kv_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A part's milliseconds per step, with the card's power in watts and its clock in MHz."""
+    """Milliseconds of a part per step, with the GPU's power in watts and clock in MHz."""
 
     what: str
     ms: float
@@ -79,7 +79,8 @@ class Timing:
 
 @triton.jit
 def add_up(numbers, sums, blocks, SIZE: tl.constexpr):
-    """Programs take the blocks in turn; each leaves one sum, so that nothing is left unread."""
+    """Sums blocks. Programs take blocks in turn. Each stores one sum, so that no read is
+    removed."""
     program = tl.program_id(0)
     total = tl.zeros([SIZE], tl.float32)
     for block in range(program, blocks, tl.num_programs(0)):
@@ -88,7 +89,7 @@ def add_up(numbers, sums, blocks, SIZE: tl.constexpr):
 
 
 class Parts:
-    """The arrays of a load, and what a step of all the model's layers does with them."""
+    """The arrays of a load, and the work of a step of all layers on them."""
 
     def __init__(self, load: Load) -> None:
         torch.manual_seed(0)
@@ -121,7 +122,7 @@ class Parts:
         torch.mm(self.last, self.output_matrix.t())
 
     def reads(self, programs: int) -> None:
-        """In as few kernels as there are repetitions of the keys and values."""
+        """Reads keys and values in as few kernels as there are repetitions of them."""
         layers = self.load.spec.num_layers
         while layers:
             count = min(layers, READ_LAYERS)
@@ -136,7 +137,7 @@ class Parts:
             )
 
     def side_by_side(self, programs: int, steps: int) -> None:
-        """Reads begin first, so that their programs find multiprocessors."""
+        """Runs both at once. Reads begin first, so that their programs find multiprocessors."""
         with torch.cuda.stream(self.reads_stream):
             for _ in range(steps):
                 self.reads(programs)
@@ -146,12 +147,12 @@ class Parts:
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Normal numbers: what is multiplied and read counts for the power that it takes."""
+    """Returns normal random numbers, because the power depends on the values."""
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
 class Meter:
-    """Times what runs in steady state, beside nvidia-smi's power and clock of that time."""
+    """Times work in steady state, with nvidia-smi's power and clock of that time."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[float, float, float]] = []
@@ -168,7 +169,7 @@ class Meter:
             self.samples.append((time.monotonic(), watts, mhz))
 
     def time(self, what: str, run: Callable[[], None], *, steps: int, seconds: float) -> Timing:
-        """Median of calls of `steps` steps each, after the first part of `seconds`."""
+        """Returns the median of calls of `steps` steps each, after the first part of `seconds`."""
         run()
         torch.cuda.synchronize()
         begun, ends = time.monotonic(), list[float]()
@@ -196,7 +197,7 @@ class Meter:
 
 
 def measure(load: Load, seconds: float, shared: list[int]) -> dict[str, Any]:
-    """All timings, and what a closed loop could reach by them."""
+    """Returns all timings, and the limit of a closed loop that they give."""
     parts, meter, steps = Parts(load), Meter(), 4
     every = torch.cuda.get_device_properties(0).multi_processor_count
 

@@ -1,17 +1,18 @@
-"""What moves of pages cost a decode step: launches, waits and steps apart.
+"""Measures what page moves cost a decode step: launches, waits and steps separately.
 
     python -m lab.studies.moves_beside_steps --out moves.json
 
-Qwen3-4B's shape, random weights, 16 rows. Three rounds:
+It uses Qwen3-4B's shape with random weights and 16 rows. There are three rounds:
 
-- Before each step the load ring gives as many pages as a case says. Nothing is copied from the
-  host, so a case differs from the step alone by its moves.
-- The same while eight copies from the host to a ring are always on their way, as beside restores.
-- Steps alone while eight pages are always on their way from the host straight into the KV cache:
-  a ring would not be needed. `direct_gb_per_s` is their rate, `direct_equal` whether the pages hold
-  the host's bytes afterwards, `direct_stays` whether the cache has kept its address.
+- Before each step, the load ring gives as many pages as the case says. Nothing is copied from the
+  host, so any difference from a step alone comes from the moves.
+- The same, while eight copies from the host to a ring are always in flight, as with restores.
+- Steps alone, while eight pages are always in flight from the host straight into the KV cache, as
+  without a ring. `direct_gb_per_s` is their rate. `direct_equal` says whether the pages hold the
+  host's bytes afterwards, and `direct_stays` whether the cache has kept its address.
 
-Half a minute on a GPU. On a CPU the first round works: --layers 2 --kv-gib 0.6 --context 300.
+It takes half a minute on a GPU. On a CPU the first round works: --layers 2 --kv-gib 0.6 --context
+300.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from jaxserve_kernels.cuda_driver import check
 
 ROWS, WARM = 16, 12
 CASES: tuple[tuple[int, ...], ...] = ((), (16,), (8,), (1,), (16, 1))
-"""Pages of each launch before a step."""
+"""Pages in each launch before a step, by case."""
 SLOTS, PAGES = 64, 40
-"""Of the load ring, and those that are written over and over."""
+"""Slots of the load ring, and the pages that are overwritten again and again."""
 RING_BYTES = 9 << 20
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     args = parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL)
     made, config, params = make_runner(NAMED_MODELS[args.model], args)
-    del made  # it has no rings
+    del made  # it was planned without rings
     config = replace(config, rings=Rings(store=32, load=SLOTS))
     runner = Runner(config, params, Metrics("study"))
     runner.compile(8, lambda phase, done: None)
@@ -111,14 +112,14 @@ def measure(
 
 
 def moves(page: int, begin: int, count: int) -> tuple[PageMove, ...]:
-    """Slots in turn, to pages that no sequence has."""
+    """Returns moves from slots in turn to pages that no sequence has."""
     numbers = itertools.islice(itertools.count(begin), count)
     return tuple(PageMove(page + each % PAGES, each % SLOTS, 0) for each in numbers)
 
 
 @contextmanager
 def copies() -> Generator[None]:
-    """Pages go from the host to a ring all the while."""
+    """Copies pages from the host to a ring during the block."""
     cuda = CudaContext(jax.devices()[0].local_hardware_id)
     slab = HostSlab(SLOTS, RING_BYTES, cuda=cuda)
     rings = [jax.jit(lambda: jnp.zeros((SLOTS, RING_BYTES), jnp.uint8))() for _ in range(2)]

@@ -1,9 +1,9 @@
-"""Whole steps with the experts of few tokens launched in other ways, in turns in one process.
+"""Compares ways to launch the experts of few tokens in whole steps, in turns in one process.
 
     python -m lab.studies.step_few_tokens --model qwen3-30b-a3b --quantization int4 --layers 16
 
-Ways are those of `bench_few_tokens`, and models, formats and times those of
-`scripts/bench_step.py`. The ways share weights, and have programs and a KV cache each.
+The ways are those of `bench_few_tokens`. Models, formats and timings are those of
+`scripts/bench_step.py`. The ways share weights. Each has its own programs and KV cache.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def middle(times: list[Any]) -> dict[str, Any]:
-    """Of rounds: step times in ms, and the kernels of the step."""
+    """Returns the median over the rounds: step times in ms, and the kernels of the step."""
     steps = sorted(round(each.step_ms, 4) for each in times)
     return {"ms": steps[(len(steps) - 1) // 2], "rounds_ms": steps, "kernels": times[0].kernels}
 

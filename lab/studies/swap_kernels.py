@@ -1,14 +1,14 @@
-"""Which kernel makes a step slower with another Triton? Runs bench_step.py with some kernels' PTX
-taken from another version's.
+"""Finds the kernels that make a step slower with another Triton version. Runs bench_step.py with
+the PTX of some kernels taken from another version.
 
     python scripts/kernel_code.py --out new --decode 1,64
     PYTHONPATH=.venv-compiler/triton-3.6 python scripts/kernel_code.py --out old --decode 1,64
     python -m lab.studies.swap_kernels new old 'add_rms_norm|linear' -- --batch 1,64
 
-The first two need no GPU, and .venv-compiler.
+The first two commands need .venv-compiler but no GPU.
 
-A kernel whose name matches is assembled from the old PTX wherever the step asks for the new one. An
-empty pattern swaps nothing: the step to compare with.
+If a kernel's name matches, it is assembled from the old PTX wherever the step uses the new one. An
+empty pattern swaps nothing and gives the step to compare with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxserve_kernels import ptxas
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from plain_ptx import plain  # kernel_code would tell JAX to use the CPU
+from plain_ptx import plain  # importing kernel_code would make JAX use the CPU
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def swaps(new: Path, old: Path, pattern: str) -> dict[str, str]:
-    """The old PTX by the new one, of kernels whose names match."""
+    """Returns the old PTX by the new PTX, for kernels whose names match."""
     launches = [json.loads((each / "launches.json").read_text()) for each in (new, old)]
     found: dict[str, str] = {}
     for step, calls in launches[0].items():

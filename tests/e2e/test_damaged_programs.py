@@ -234,7 +234,7 @@ def test_a_server_reads_a_folder_that_it_may_not_write(
     process = run("-m", "jaxserve", "--port", "0", *flags(model, cache), before=OBEY_PERMISSIONS)
     try:
         if missing:
-            read_until(process, "compiled programs cannot be kept, every .* Permission denied")
+            read_until(process, "compiled programs cannot be stored, every .* Permission denied")
         read_until(process, f"{int(missing)} compiled")
         read_until(process, "is ready")
         process.send_signal(signal.SIGTERM)

@@ -67,7 +67,7 @@ async def read_json(request: web.Request) -> bytes:
             408, f"the body was not complete after {limit:g} seconds", code="body_timeout"
         ) from None
     except web.RequestPayloadError:
-        raise invalid("the body's transfer broke") from None
+        raise invalid("the transfer of the body was interrupted") from None
     coding = request.headers.get("Content-Encoding", "")
     if not coding:
         return body

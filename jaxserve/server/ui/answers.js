@@ -1,11 +1,11 @@
-// An answer as it comes: text, thoughts, calls, tokens, times.
+// Collects a streamed answer: text, reasoning, calls, tokens, times.
 import { ask, events } from "./common.js";
 
 export function empty() {
   return { role: "assistant", text: "", thought: "", calls: [], tokens: [] };
 }
 
-// Fills `answer` and calls `changed` after each event. Raises what the server says is wrong.
+// Fills `answer` and calls `changed` after each event. Throws the errors of the server.
 export async function receive(request, answer, signal, changed) {
   const began = performance.now();
   let first = null;

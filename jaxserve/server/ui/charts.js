@@ -3,7 +3,7 @@
 const dpr = () => Math.min(2, devicePixelRatio || 1);
 
 export function colour(name) {
-  // A property of a made-up element: custom properties hold light-dark() unresolved.
+  // Read from a temporary element, because custom properties hold light-dark() unresolved.
   colour.probe ??= document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
   colour.probe.style.color = `var(--${name})`;
   return getComputedStyle(colour.probe).color;
@@ -145,7 +145,7 @@ export function cells(canvas, states) {
   }
 }
 
-// The value below which so large a share of cumulative-free counts lies; null without any.
+// The value below which the given share of the (not cumulative) counts lies; null without counts.
 export function quantile(bounds, counts, share) {
   const total = counts.reduce((sum, each) => sum + each, 0);
   if (!total) return null;

@@ -27,7 +27,7 @@ const title = (chat) => chat.messages.find((message) => message.role === "user")
 function save() {
   const worth = chats.filter((chat) => chat.messages.length).slice(0, MOST_CHATS);
   const light = (chat) => ({ ...chat, messages: chat.messages.map((message) => ({ ...message, tokens: [] })) });
-  // Token views are large; without room for them, and then for old chats, the rest is kept.
+  // If storage is full, drops token views, which are large, and then old chats.
   if (keep(CHATS, worth)) return;
   for (let many = worth.length; many > 0 && !keep(CHATS, worth.slice(0, many).map(light)); many >>= 1);
 }
@@ -161,7 +161,7 @@ function ending(message, index, text) {
   return [...parts, row];
 }
 
-// Following the end of an answer, unless the reader has gone up.
+// Scrolls with the end of an answer, unless the reader has scrolled up.
 function toEnd(always = false) {
   const log = $("log");
   if (always || log.following) log.scrollTop = log.scrollHeight;

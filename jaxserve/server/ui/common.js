@@ -1,4 +1,4 @@
-// What both pages share: the server's address, the key, the colours.
+// Code of both pages: the server's address, the key, the colours.
 import { el } from "./markdown.js";
 
 export const root = new URL("..", import.meta.url);
@@ -11,7 +11,7 @@ export function kept(name, fallback = null) {
   try { return JSON.parse(localStorage.getItem(name)) ?? fallback; } catch { return fallback; }
 }
 
-// False where the browser keeps nothing, or has no room.
+// Returns false if the browser stores nothing or has no room.
 export function keep(name, value) {
   try { localStorage.setItem(name, JSON.stringify(value)); return true; } catch { return false; }
 }
@@ -35,7 +35,7 @@ export class ServerError extends Error {
   }
 }
 
-// A request with the key, asking for one as long as the server wants another.
+// Sends a request with the key. Asks the user for a key until the server accepts it.
 export async function ask(path, options = {}) {
   for (;;) {
     const headers = { ...options.headers };
@@ -78,7 +78,7 @@ function askForKey(message) {
   return asking;
 }
 
-// Events of a stream as {event, data}; ends with the stream.
+// Yields the events of a stream as {event, data}.
 export async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// The engine at work: one stream of events, drawn as it comes.
+// The engine page: draws one stream of events as it arrives.
 import { cells, duration, histogram, quantile, short, spark, stack } from "./charts.js";
 import { $, ask, events, placeIcons, ServerError, showPhase, startTheme } from "./common.js";
 import { el } from "./markdown.js";
@@ -14,7 +14,7 @@ let steps = [];     // of the last minute: {at, kind, bucket, rows, chunks, toke
 let newest = null;
 let paused = false;
 
-// What comes.
+// Incoming events.
 
 function takeTick(tick) {
   newest = tick;
@@ -51,7 +51,7 @@ async function watch() {
   }
 }
 
-// Drawing: at most once a frame, not while hidden or paused.
+// Draws at most once per frame, and not while hidden or paused.
 
 let wanted = false;
 
@@ -77,7 +77,7 @@ function draw() {
   }
 }
 
-// One value per bin of the last minute, the newest at the end. `sum` adds up what falls into it.
+// One value per bin of the last minute, newest last. `sum` adds up the samples in a bin.
 function binned(list, time, start, add) {
   const bins = Array.from({ length: BINS }, start);
   for (const each of list) {
@@ -102,7 +102,7 @@ function rates(which) {
     grown.push({ t: ticks[index].t, more: ticks[index].tokens[which] - ticks[index - 1].tokens[which] });
   }
   const values = binned(grown, (each) => each.t, () => 0, (sum, each) => sum + each.more).map((each) => (each * BINS) / MINUTE);
-  // The newest bin is not full yet: what is told is of the two seconds before it.
+  // The newest bin is not full yet, so the label shows the two seconds before it.
   const span = ticks.filter((tick) => tick.t >= newest.t - 2);
   const time = span.length > 1 ? newest.t - span[0].t : 0;
   return { value: time ? (newest.tokens[which] - span[0].tokens[which]) / time : 0, values: values.slice(0, -1) };
@@ -201,7 +201,7 @@ function drawQueue(queue) {
     el("tbody", {}, ...rows.map(([name, ...counts]) => el("tr", {}, el("th", { scope: "row" }, name), ...counts.map((count) => el("td", {}, count || "·"))))));
 }
 
-// Host memory and disk: what they hold, what was found there, and what moves in the last minute.
+// Host memory and disk: their content, their hits, and the moves of the last minute.
 function drawTier(tier) {
   $("tier").hidden = !tier;
   if (!tier) return;

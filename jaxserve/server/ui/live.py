@@ -57,7 +57,10 @@ class Live:
         """Yields events until the server shuts down. Raises ApiError (429) if too many watch."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(
-                429, f"{MAX_WATCHERS} watch already", code="too_many_watchers", retry_after=10.0
+                429,
+                f"{MAX_WATCHERS} clients watch already",
+                code="too_many_watchers",
+                retry_after=10.0,
             )
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._watchers.add(queue)

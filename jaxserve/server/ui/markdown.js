@@ -1,5 +1,5 @@
-// Markdown to elements. What a model writes only ever becomes text nodes: nothing here parses HTML,
-// links go to http, https and mailto alone, and images are links.
+// Markdown to elements. Text of a model only becomes text nodes: nothing here parses HTML,
+// links may only go to http, https and mailto, and images become links.
 
 const BULLET = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]{0,32})/;
@@ -18,7 +18,7 @@ export function el(tag, props = {}, ...children) {
   return made;
 }
 
-// Renders into `root`, and touches only the blocks that have changed: a stream grows at its end.
+// Renders into `root`. Replaces only changed blocks, because a stream grows at its end.
 export function render(root, text) {
   const blocks = split(text);
   const shown = root.blocks ?? [];
@@ -29,7 +29,7 @@ export function render(root, text) {
   root.blocks = blocks;
 }
 
-// Lines that belong together; each becomes one element.
+// Blocks of lines. Each becomes one element.
 function split(text) {
   const blocks = [];
   let lines = [], fence = null;
@@ -112,8 +112,8 @@ function table(lines) {
     el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...body)));
 }
 
-// Inside of a paragraph. Each step looks for what comes first, so the work is linear in the text
-// but for unclosed marks, whose search is bounded.
+// Inside a paragraph. Each step finds the next mark, so the work is linear in the text,
+// except for unclosed marks, whose search is bounded.
 const MARKS = /(`+)|(\*\*|__|~~)|([*_])|\[([^\]\n]{1,500})\]\(([^)\s]{1,2000})\)|(https?:\/\/[^\s<>()"'`\]]{1,2000})|\\([\\`*_{}[\]()#+\-.!~|>])/g;
 const WRAPS = { "**": "strong", "__": "strong", "~~": "s", "*": "em", _: "em" };
 const FARTHEST = 2000;
@@ -159,7 +159,7 @@ function closing(text, mark, from) {
   return -1;
 }
 
-// Whether the marks stand at the edges of words: 2 * 3 * 4 and snake_case_names are text.
+// Whether the marks are at the edges of words: 2 * 3 * 4 and snake_case_names are text.
 function words(text, open, from, close, mark) {
   const outside = /[\p{L}\p{N}]/u;
   if (/\s/.test(text[from]) || /\s/.test(text[close - 1])) return false;
@@ -186,10 +186,10 @@ function code(text, language) {
     el("pre", { tabindex: "0", role: "region", "aria-label": `${language || "text"} code` }, el("code", {}, ...coloured(text))));
 }
 
-// Enough of every language's words, strings, numbers and comments to be read more easily.
+// Highlights common keywords, strings, numbers and comments of many languages.
 const WORDS = new Set(("and as assert async await bool break case catch char class const continue crate def del do double elif else enum except export extends false finally float fn for from func function global if impl implements import in int interface is lambda let long loop match mod module mut new nil None not null number of or pass private pub public raise return select self static string struct super switch this throw trait true True False try type typeof undefined union unsafe use using var void when where while with yield " +
   "SELECT FROM WHERE JOIN GROUP ORDER BY LIMIT INSERT UPDATE DELETE CREATE TABLE then fi done echo").split(" "));
-// Bounded, so that a text of quotes that nothing closes takes no longer than another.
+// Bounded, so that unclosed quotes do not make it slow.
 const PIECES = /((?<!:)\/\/[^\n]*|(?<![\w&])#[^\n]*|\/\*[^]{0,300}?\*\/)|("(?:[^"\\\n]|\\.){0,300}"|'(?:[^'\\\n]|\\.){0,300}'|`(?:[^`\\]|\\.){0,300}`)|(\b\d[\w.]*)|([A-Za-z_]\w*)/g;
 
 export function coloured(text) {

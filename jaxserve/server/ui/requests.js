@@ -1,11 +1,11 @@
-// What is asked: a chat and its settings as the body of a request, and that as code to copy.
+// Turns a chat and its settings into the body of a request, and the request into code to copy.
 import { key, root } from "./common.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty"];
 
 export const DEFAULTS = { thinking: true };
 
-// Throws an Error whose message says what is wrong with the settings.
+// Throws an Error that says which setting is wrong.
 export function body(model, messages, settings) {
   const made = { model, messages: [] };
   if (settings.system?.trim()) made.messages.push({ role: "system", content: settings.system });
@@ -37,7 +37,7 @@ function asSent({ role, text, calls, call }) {
   return made;
 }
 
-// The key is named and not shown.
+// The code names the key and does not show it.
 export function asCurl(request) {
   const quoted = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
   const header = key.get() ? ` \\\n  -H "Authorization: Bearer $JAXSERVE_API_KEY"` : "";

@@ -1,5 +1,5 @@
-// An answer token by token: the less likely one was, the warmer it is; pointing at it, or walking
-// with the arrow keys, shows what else the model would have said.
+// Shows an answer token by token. Less likely tokens have warmer colours. Pointing at a token, or
+// moving with the arrow keys, shows its alternatives.
 import { $ } from "./common.js";
 import { el } from "./markdown.js";
 
