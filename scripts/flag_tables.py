@@ -24,7 +24,8 @@ def flags_of_convert() -> str:
     rows = _rows(_convert_parser()._action_groups[1])
     serving = {row for group in _parser(None)._action_groups for row in _rows(group)}
     same = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in rows if row in serving)
-    return _table([row for row in rows if row not in serving]) + f"\n\nAs for serving: {same}."
+    table = _table([row for row in rows if row not in serving])
+    return f"{table}\n\nThe same as for serving: {same}."
 
 
 def _flags(group: argparse._ArgumentGroup) -> str:
