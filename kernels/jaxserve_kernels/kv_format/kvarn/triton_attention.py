@@ -39,9 +39,8 @@ def _programs(target: Target) -> int:
 
 @triton.jit
 def units_of(position, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """The units of a context: the ends of the numbers of three kinds. First come chunks of the
-    sink, unless that is the token's own page, then chunks of the own page, then the pages
-    between."""
+    """Divides a context into units of three kinds: chunks of the sink (unless that is the token's
+    own page), then chunks of the own page, then the pages between. Returns the end of each kind."""
     own = position // GROUP
     sink = tl.minimum(own, 1) * (GROUP // CHUNK)
     raw = sink + position % GROUP // CHUNK + 1

@@ -14,7 +14,7 @@ from jaxserve_kernels.kv_format.kvarn.triton_page import code_quarters, float16_
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 
 _OFFSET = gl.constexpr(128.0 + 7.5)
-"""The number that enters a product for the middle of the range of codes: 128 + 7.5."""
+"""The bfloat16 number for the middle of the codes' range."""
 
 
 @gluon.jit
