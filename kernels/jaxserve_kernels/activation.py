@@ -1,4 +1,4 @@
-"""Activations of gated feed-forwards, in plain JAX, and how kernels know them."""
+"""Activations of gated feed-forward layers, in plain JAX, and their numbers in kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import jax
 from jax import Array
 
 type Activation = Literal["silu", "gelu_tanh"]
-"""SiLU: SwiGLU, as Llama and Qwen have it. GELU by tanh: GeGLU, as Gemma has it (Shazeer 2020)."""
+"""silu makes SwiGLU, as in Llama and Qwen. gelu_tanh, GELU's tanh approximation, makes GeGLU, as in
+Gemma (Shazeer 2020)."""
 
 _CODES: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
-"""GATED of a kernel whose result is gated."""
+"""Values of the constant GATED of a kernel with a gated result."""
 
 
 def activate(x: Array, activation: Activation) -> Array:

@@ -1,4 +1,4 @@
-"""CUDA's driver through ctypes: the library, its errors, and the context that XLA works in."""
+"""The CUDA driver through ctypes: the library, its errors, and XLA's context."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ _LIBRARY = "libcuda.so.1"
 
 
 class CudaError(RuntimeError):
-    """A function of CUDA's driver has failed."""
+    """A function of the CUDA driver has failed."""
 
 
 def check(status: int, what: str) -> None:
-    """Raises CudaError if a function of CUDA's driver has failed.
+    """Raises CudaError if a function of the CUDA driver has failed.
 
     Args:
-      status: what the function returned, a CUresult.
-      what: the function's name, or what it was to do.
+      status: the CUresult that the function returned.
+      what: the function's name, or its purpose, for the message.
     """
     if status:
         raise CudaError(f"CUDA error {status} from {what}")
 
 
 def library() -> Any:
-    """Returns the driver; other Python threads run during its calls.
+    """Returns the driver. Its calls release the interpreter's lock (GIL).
 
     Raises:
-      OSError: there is none.
+      OSError: no CUDA driver is installed.
     """
     return ctypes.CDLL(_LIBRARY)
 
 
 @functools.cache
 def locked_library() -> Any:
-    """Returns the driver, whose calls keep the interpreter: given away 300 times in a row, it would
-    have to be won back from busy threads as often.
+    """Returns the driver. Its calls keep the interpreter's lock (GIL).
+
+    A step makes 300 launches in a row. After each one the thread would have to win the lock back
+    from busy threads.
 
     Raises:
-      OSError: there is none.
+      OSError: no CUDA driver is installed.
     """
     return ctypes.PyDLL(_LIBRARY)
 
 
 def retain_primary_context(driver: Any, ordinal: int) -> c_void_p:
-    """Returns the primary context of a device, which is XLA's, with XLA's flags: none.
+    """Returns the primary context of a device, the one that XLA uses, without flags, as XLA does.
 
     Args:
       driver: the result of `library`.
-      ordinal: of the device, among those that CUDA_VISIBLE_DEVICES leaves.
+      ordinal: number of the device among those in CUDA_VISIBLE_DEVICES.
 
     Raises:
       CudaError: there is no such device, or it has no memory left for a context.

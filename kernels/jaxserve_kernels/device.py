@@ -1,4 +1,4 @@
-"""The numbers of a GPU that grids, rings and thresholds follow."""
+"""A GPU's sizes, which determine grids, ring depths and thresholds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Device:
     """Major and minor in one number: 90 is 9.0."""
     multiprocessors: int
     shared_memory: int
-    """Of each multiprocessor."""
+    """Shared memory of each multiprocessor."""
     shared_memory_per_block: int
-    """The most that one program may have."""
+    """The most shared memory of one program."""
     threads: int
-    """That run on a multiprocessor at once."""
+    """The most threads that run on a multiprocessor at once."""
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """A jax device, or an object with its attributes. What it does not tell is taken from
-        `card`."""
+        """From a jax device, or an object with the same attributes. Missing attributes are taken
+        from `card`."""
         alike = card(int(device.compute_capability.replace(".", "")))
         most = getattr(device, "shared_memory_per_block_optin", alike.shared_memory_per_block)
         return cls(
@@ -56,12 +56,12 @@ _CARDS = {
                shared_memory=100 * _KIB, shared_memory_per_block=99 * _KIB, threads=1536),
     )
 }  # fmt: skip
-"""A card of each compute capability. Where the numbers of multiprocessors come from stands in
-`jaxserve/cli/gpus.py`; sizes of shared memory and threads are those of the CUDA C++ Programming
+"""One card of each compute capability. `jaxserve/cli/gpus.py` cites the sources for the numbers of
+multiprocessors. Sizes of shared memory and numbers of threads are those of the CUDA C++ Programming
 Guide, "Compute Capabilities"."""
 
 
 def card(compute_capability: int) -> Device:
-    """A card of a compute capability, e.g. 90; of one that is not known, the nearest below."""
+    """A card of this compute capability, e.g. 90; for an unknown one, the nearest lower one."""
     known = max((each for each in _CARDS if each <= compute_capability), default=80)
     return replace(_CARDS[known], compute_capability=compute_capability)

@@ -1,8 +1,7 @@
-"""What happens where a kernel does not compile for the GPU: another implementation takes its place.
+"""Finds out whether kernels compile for the GPU, so that another implementation can replace them.
 
-A kernel that a Triton version or a GPU refuses would end the start otherwise, or a request. So an
-operation asks, where it is traced, whether its kernels compile. They are kept, and not compiled
-again when the program is.
+Otherwise a kernel that a Triton version or a GPU refuses would make the start or a request fail.
+So an operation compiles its kernels while it is traced. The program reuses the compiled kernels.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _fallen: dict[str, str] = {}
 def why_not(
     operation: str, kernels: Callable[..., Any], *args: Any, static: Any = (), target: Target
 ) -> str | None:
-    """Why kernels do not compile for a target; None: they do. The first time it is logged.
+    """Why kernels do not compile for a target; None if they do. Logs an operation's first failure.
 
-    With programmatic dependent launch it is left to `pdl`, which gives up all of a call.
+    With programmatic dependent launch this returns None: `pdl` checks all kernels of a call.
 
     Args:
       operation: its name, for the log and the metric.
-      kernels: calls the operation's kernels for args, which are trees of arrays.
-      static: what else decides which kernels those are.
+      kernels: calls the operation's kernels with args, which are trees of arrays.
+      static: hashable values that also select the kernels.
     """
     if target.pdl or not target.checked:
         return None
@@ -43,10 +42,10 @@ def why_not(
     key = (operation, static, target, tree, sizes)
     if key not in _known:
         try:
-            # A function of its own: jax keeps what it has traced.
+            # A new function for each call: jax caches traces by function.
             traced = jax.jit(lambda *shapes: kernels(*shapes)).trace(*shapes)
             traced.lower(lowering_platforms=("cuda",))
-        except Exception as error:  # whatever a compiler says
+        except Exception as error:  # a compiler may raise anything
             _known[key] = note(operation, error)
         else:
             _known[key] = None
@@ -54,8 +53,8 @@ def why_not(
 
 
 def note(operation: str, error: Exception) -> str:
-    """An operation goes on without a kernel. Returns why, which is logged once for each
-    operation."""
+    """Records that an operation runs without one of its kernels. Returns the reason, and logs it
+    once for each operation."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split('-' * 20)[0].split())[:400]}"
     with _lock:
         if operation in _fallen:
@@ -71,6 +70,6 @@ def note(operation: str, error: Exception) -> str:
 
 
 def fallen_back() -> dict[str, str]:
-    """Operations that go on without one of their kernels, and why."""
+    """Operations that run without one of their kernels, and why."""
     with _lock:
         return dict(_fallen)

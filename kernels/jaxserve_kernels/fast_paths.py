@@ -1,4 +1,4 @@
-"""What makes steps fast and can be missing without a request failing: which of it is there."""
+"""Reports which optional fast paths are on. Without them steps are slower, but requests succeed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from jaxserve_kernels.target import Target, triton_error
 
 
 class FastPath(NamedTuple):
-    """One way to be faster."""
+    """One optional fast path."""
 
     feature: str
     """triton_kernels, hopper_kernels, kernel_chains or machine_code_records."""
     why_off: str | None
     """None: it is on."""
     by_design: bool = False
-    """Off on every GPU of this compute capability: no defect of the installation."""
+    """Whether it is off on every GPU of this compute capability: not a defect of the
+    installation."""
 
 
 def fast_paths(*, target: Target) -> list[FastPath]:
-    """All of them, for the GPU that is traced for; none where operations are no kernels."""
+    """The fast paths of the target's GPU; none unless operations run Triton kernels."""
     if target.implementation != "triton":
         return []
     error, unknown = triton_error(), records.unknown_package()

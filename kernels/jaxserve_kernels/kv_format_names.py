@@ -1,4 +1,5 @@
-"""The KV formats by the names that users give them: for flags and settings, which know no jax."""
+"""User-facing names of the KV formats. This module does not import jax, so that flags and settings
+can use it."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
-    """Where a format is defined: `kv_format.named` makes it."""
+    """Where a format is defined. `kv_format.named` constructs it."""
 
     module: str
-    """In `jaxserve_kernels.kv_format`."""
+    """A module of `jaxserve_kernels.kv_format`."""
     type: str
     options: Mapping[str, Any] = MappingProxyType({})
-    """Its type's arguments."""
+    """Keyword arguments of its class."""
 
 
 KV_FORMATS: Mapping[str, Entry] = {

@@ -1,4 +1,5 @@
-"""Products of a step's tokens with weights of any type: the type decides who computes them."""
+"""Products of a step's tokens with weights of any type. The type of the weight picks the operation
+that computes them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from jaxserve_kernels.weights import (
 
 
 def as_read[Tree](weights: Tree, tokens: int, *, target: Target) -> Tree:
-    """A tree of weights without what products of so many tokens do not read."""
+    """A tree of weights in which each `CopiedWeight` is replaced by the part that products of so
+    many tokens read."""
 
     def is_copied(each: Any) -> bool:
         return isinstance(each, CopiedWeight)
@@ -36,7 +38,7 @@ def as_read[Tree](weights: Tree, tokens: int, *, target: Target) -> Tree:
 
 
 def _part(weight: Weight, tokens: int, target: Target) -> Array | Quantized:
-    """Of a weight that has a copy either that or the codes."""
+    """The part of a weight that the product reads: the e4m3 copy or the codes, if it has both."""
     if not isinstance(weight, CopiedWeight):
         return weight
     return weight.copy if reads_copy(tokens, target) else weight.codes
@@ -51,10 +53,10 @@ def token_format(
     activation: Activation = "silu",
     target: Target,
 ) -> TokenFormat | None:
-    """What a product with the weight reads in place of tokens in `dtype`: None, those, or 8 bits.
+    """The 8-bit format in which the product reads its tokens; None if it reads them in `dtype`.
 
-    Whoever makes the tokens may make `QuantizedTokens` of that format at once; given others, the
-    product does it in a kernel of its own.
+    The kernel that computes the tokens may write `QuantizedTokens` of that format directly. Given
+    unquantised tokens, the product quantises them in a kernel of its own.
     """
     if weight is None:
         return None
@@ -76,12 +78,12 @@ def linear(
 ) -> Array:
     """x [tokens, in] times weight [out, in] transposed, as partial sums [parts, tokens, out].
 
-    Their sum over the first axis is the product: one part in `dtype` (x's if not given), or any
-    number in float32. Readers add them, by `sum_parts` or inside their own kernel.
+    The product is the sum over the first axis. There is one part in `dtype` (default: x's), or any
+    number of parts in float32. The reader adds them, by `sum_parts` or inside its own kernel.
 
-    A bias [out] is added in float32, before the product is rounded. No kernel does that: XLA adds
-    it to the partial sums, and what holds such a product is not launched by PDL. Biases of a decode
-    step belong to who reads the sums: `attention_inputs.HeadWeights`, `add_rms_norm`.
+    A bias [out] is added in float32, before the product is rounded. XLA adds it to the partial
+    sums, so a function that contains such a product is not launched by PDL. In a decode step the
+    reader of the sums adds the bias instead: `attention_inputs.HeadWeights`, `add_rms_norm`.
     """
     if bias is not None:
         return sum_parts(linear(x, weight, jnp.float32, target=target), dtype or x.dtype, bias)[
@@ -102,14 +104,14 @@ def add_linear(
     biased: bool = False,
     target: Target,
 ) -> tuple[Array, Array | None]:
-    """total [tokens, out] plus x [tokens, in] times weight [out, in] transposed, of total's dtype.
+    """total [tokens, out] plus x [tokens, in] times weight [out, in] transposed, in total's dtype.
 
     Args:
-      biased: the reader adds a bias to the product, whose partial sums are in float32 then.
+      biased: the reader adds a bias to the product. The partial sums are float32 then.
 
     Returns:
-      The sum and None, where the product takes total in; else total as it was, and partial sums as
-      of `linear` that its reader adds.
+      The sum and None, if the product can add total itself. Otherwise total unchanged, and the
+      partial sums of `linear`, which the reader adds to it.
     """
     if biased:
         return total, linear(x, weight, jnp.float32, target=target)
@@ -127,7 +129,7 @@ def gated_linear(
     activation: Activation = "silu",
     target: Target,
 ) -> Array:
-    """A gated product of x [tokens, in], [tokens, ffn] in x's dtype::
+    """A gated product of x [tokens, in]: [tokens, ffn] in x's dtype::
 
         activation(x @ gate.T) * (x @ up.T)
 
@@ -146,7 +148,7 @@ def gated_linear(
 def _in_order(
     x: Array | QuantizedTokens, weight: Quantized, target: Target
 ) -> tuple[Array | QuantizedTokens, Quantized]:
-    """Tokens and weight with their inputs as the weight is stored."""
+    """Tokens and weight with their inputs in the order in which the weight is stored."""
     if weight.reordered is None:
         return x, weight
     order, stored = weight.reordered
@@ -154,7 +156,7 @@ def _in_order(
 
 
 def has_rows(weight: Weight) -> bool:
-    """Whether rows can be taken from a quantised weight: 8 bits with a scale per row."""
+    """Whether `take_rows` accepts the weight: quantised ones need 8 bits and a scale per row."""
     return is_quantized(weight) and weight.has_rows
 
 

@@ -1,10 +1,10 @@
-"""An operation: a definition in plain JAX, and the implementations that may take its place.
+"""An operation: a definition in plain JAX, and faster implementations of it.
 
-An operation asks its implementations in order. Each one answers with a configuration, or refuses
-and says why. The first that takes the arguments, and whose kernels compile for the target, serves
-them. The definition comes last and takes everything.
+An operation asks its implementations in order. Each one returns a configuration, or refuses and
+says why. The first one that accepts the arguments, and whose kernels compile for the target, runs.
+The definition comes last and accepts everything.
 
-`jaxserve kernels` prints the choices of a model's steps: see `Target.observe`.
+`jaxserve kernels` prints which implementations a model's steps use: see `Target.observe`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxserve_kernels.target import Target
 
 
 class Refusal(NamedTuple):
-    """An implementation does not take some arguments."""
+    """An implementation does not accept some arguments."""
 
     reason: str
     """A few words, e.g. "more than 16 tokens"."""
@@ -29,16 +29,16 @@ class Implementation:
     """One way to compute an operation."""
 
     name: str
-    """As in file names: `triton`, `hopper`, `reference`."""
+    """The name of its file: `triton`, `hopper`, `reference`."""
     configure: Callable[..., Any]
-    """Called as `configure(*args, target=target, **options)`, where arrays may be abstract. Returns
-    a hashable configuration, or a `Refusal`."""
+    """Called as `configure(*args, target=target, **options)`. Arrays may be abstract. Returns a
+    hashable configuration, or a `Refusal`."""
     run: Callable[..., Any]
     """Called as `run(config, *args, target=target, **options)`. Returns the result."""
     kernels: bool = True
-    """Whether it runs kernels of ours, which may not compile."""
+    """Whether it runs kernels of this package. Those may fail to compile."""
     label: str | None = None
-    """In place of the operation's name, where its kernels do not compile."""
+    """Replaces the operation's name in reports of kernels that do not compile."""
 
 
 class Choice(NamedTuple):
@@ -46,32 +46,32 @@ class Choice(NamedTuple):
 
     operation: str
     what: str
-    """The call's sizes, in words."""
+    """The call's sizes, for people to read."""
     implementation: Implementation
     config: Any
     refused: tuple[tuple[str, str], ...]
-    """The implementations before it, and why they refused."""
+    """Names of the earlier implementations, and why each refused."""
     pdl: bool
-    """Traced for programmatic dependent launch."""
+    """Whether the call was traced for programmatic dependent launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """An operation. Called with its arguments, options and target, it computes."""
+    """An operation: a function of arrays, options and a target."""
 
     name: str | Callable[..., str]
-    """Or a function of the arguments and options that gives it: also the label of
-    `jaxserve_kernel_fallback`."""
+    """The name, or a function that makes it from the arguments and options. The metric
+    `jaxserve_kernel_fallback` uses it as a label."""
     implementations: tuple[Implementation, ...]
     describe: Callable[..., str] = lambda *_args, **_options: ""
-    """Sizes of a call, from its arguments and options, for people."""
+    """Returns the sizes of a call, for people to read, from its arguments and options."""
     per_layer: bool = False
-    """It has an option `layer`, a number on which no choice depends."""
+    """Whether there is an option `layer`, which has no influence on the choice."""
     probe: Callable[..., tuple[Any, ...]] | None = None
-    """Arguments in whose place others are compiled to see whether kernels can be."""
+    """Maps the arguments to the ones that the test compilation uses in their place."""
 
     def choose(self, *args: Any, target: Target, **options: Any) -> Choice:
-        """Returns the first implementation that takes the arguments, and why others did not.
+        """Returns the first implementation that accepts the arguments, and why others refused.
 
         Args:
           args: trees of arrays, which may be abstract.
@@ -120,12 +120,12 @@ class Op:
 
 
 def on_kernels(*_: Any, target: Target, **__: Any) -> Refusal | None:
-    """`configure` of kernels that take everything and have one configuration."""
+    """`configure` of kernels that accept all arguments and have one configuration."""
     return None if target.uses_triton() else NO_KERNELS
 
 
 def anything(*_: Any, **__: Any) -> None:
-    """`configure` of a definition."""
+    """`configure` of a definition, which accepts all arguments."""
 
 
 NO_KERNELS = Refusal("there are no kernels")

@@ -1,4 +1,4 @@
-"""Machine code of kernels, by the CUDA toolkit's assembler."""
+"""Assembles kernels with ptxas, the CUDA toolkit's assembler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSING = "CUDA's ptxas is not installed"
 
 
 class Refused(Exception):
-    """The assembler does not take a kernel's PTX; the message has its own."""
+    """The assembler rejects a kernel's PTX. The message includes its output."""
 
 
 class Code(NamedTuple):
@@ -32,10 +32,10 @@ class Code(NamedTuple):
 def assemble(ptx: str, compute_capability: int) -> bytes | None:
     """The cubin that jaxlib would make of a kernel: same assembler, same flags.
 
-    None: there is no assembler here. jaxlib then has to try, with the first that it finds.
+    None if no assembler is installed. jaxlib then tries the first one that it finds.
 
     Raises:
-      Refused: see there.
+      Refused: the assembler rejects the PTX.
     """
     assembler = path()
     if assembler is None:
@@ -54,9 +54,9 @@ def assemble(ptx: str, compute_capability: int) -> bytes | None:
 
 @functools.lru_cache(maxsize=256)
 def registers(ptx: str, compute_capability: int) -> int | None:
-    """That each thread of a kernel takes; None: there is no assembler here to say it.
+    """Registers per thread of a kernel; None if no assembler is installed to tell.
 
-    Kept: each layer's call of a kernel asks, and a large kernel takes the assembler a second.
+    Cached: each layer's call of a kernel asks, and the assembler takes a second for a large kernel.
     """
     assembler = path()
     if assembler is None:
@@ -69,13 +69,13 @@ def registers(ptx: str, compute_capability: int) -> int | None:
 
 
 def available() -> bool:
-    """Whether there is an assembler here."""
+    """Whether an assembler is installed."""
     return path() is not None
 
 
 @functools.cache
 def version() -> str | None:
-    """Of the assembler, e.g. "13.0.88" of CUDA 13.0; None if there is none."""
+    """The assembler's version, e.g. "13.0.88" for CUDA 13.0; None if none is installed."""
     found = path()
     if found is None:
         return None
@@ -86,8 +86,8 @@ def version() -> str | None:
 
 @functools.cache
 def path() -> str | None:
-    """The assembler of the CUDA packages beside jax, with which jaxserve is tested; without them
-    the first on the path, or the toolkit's."""
+    """The assembler's path. Prefers the CUDA packages installed with jax, with which jaxserve is
+    tested; then the first ptxas on the path, then the toolkit's."""
     jax = importlib.util.find_spec("jax")
     wheels = Path(str(jax and jax.origin)).parents[1] / "nvidia"
     beside = (wheels / "cu13", wheels / "cuda_nvcc")
@@ -97,8 +97,8 @@ def path() -> str | None:
 
 
 def put_on_path() -> None:
-    """Make jaxlib, which takes the first ptxas on the path, use the same one. An older one refuses
-    PTX that was written for ours."""
+    """Makes jaxlib use the same assembler: jaxlib takes the first ptxas on the path, and an older
+    one would reject our PTX."""
     found = path()
     if found is not None:
         os.environ["PATH"] = os.pathsep.join([str(Path(found).parent), os.environ.get("PATH", "")])

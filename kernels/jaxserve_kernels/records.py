@@ -1,4 +1,4 @@
-"""What a program's calls of Triton kernels hold: machine code, or PTX for jaxlib to assemble."""
+"""Decides whether a program's Triton calls hold machine code, or PTX that jaxlib assembles."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _KNOWN = {"jaxlib": ("0.11",), "jax-triton": ("0.4",), "triton": ("3.6", "3.9")}
-"""Versions whose private surfaces are known: jaxlib's handler of Triton calls, which takes machine
-code that a record brings and keeps it by the record's PTX, and its foreign functions, of which
-`pdl` has the structures; jax-triton's way from a kernel to a record; the parameters that Triton
-adds to a kernel. None is documented. With others every record holds PTX, made by jax-triton's own
-code, and there is no programmatic dependent launch and no kernels in Gluon."""
+"""Versions whose undocumented interfaces this package relies on:
+
+- jaxlib's handler of Triton calls, which accepts machine code in a call's record and caches it by
+  the record's PTX; and the structures of its foreign function interface (`pdl`);
+- jax-triton's way from a kernel to a record;
+- the parameters that Triton adds to a kernel.
+
+With other versions every record holds PTX and is made by jax-triton's own code. There is no
+programmatic dependent launch, and no Gluon kernel runs."""
 
 _source: ContextVar[bool] = ContextVar("source", default=False)
 
@@ -28,7 +32,8 @@ def installed(package: str) -> str | None:
 
 
 def unknown_package() -> str | None:
-    """A package in a version whose private surfaces are not known, in words; None: none is."""
+    """Names a package whose version is not in _KNOWN, for messages; None if all versions are
+    known."""
     for package, known in _KNOWN.items():
         version = installed(package)
         if version is not None and ".".join(version.split(".")[:2]) not in known:
@@ -37,13 +42,13 @@ def unknown_package() -> str | None:
 
 
 def hold_source() -> bool:
-    """Records must hold PTX: with these packages, or in this context."""
+    """Whether records must hold PTX: with unknown package versions, or inside `with_source`."""
     return _source.get() or unknown_package() is not None
 
 
 @contextmanager
 def with_source() -> Generator[None]:
-    """Programs lowered in this context hold PTX in every call."""
+    """Context manager: programs lowered inside it hold PTX in every call."""
     token = _source.set(True)
     try:
         yield

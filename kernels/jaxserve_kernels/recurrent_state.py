@@ -1,4 +1,4 @@
-"""What recurrent layers keep of a sequence's past, and where the tokens of a step belong in it."""
+"""The state of recurrent layers, and the slots and positions of a step's tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jax import Array
 
 
 class RecurrentState(NamedTuple):
-    """State of a fixed size per slot, in all recurrent layers.
+    """The state of all recurrent layers, of a fixed size per slot.
 
-    A row of a step that begins at position 0 begins with zeros, whatever its slot holds: nothing
-    has to be cleared for a new sequence.
+    A row that begins at position 0 ignores its slot's content and begins with zeros. So nobody has
+    to clear a slot for a new sequence.
     """
 
     conv: Array
@@ -23,8 +23,8 @@ class RecurrentState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Consecutive tokens of one sequence each, int32 [rows]. A slot has one row at most, but for
-    the padding slot, whose state means nothing."""
+    """Rows of a step, int32 [rows]: each is consecutive tokens of one sequence. A slot has at most
+    one row, except for the padding slot, whose state is meaningless."""
 
     first: Array
     """Index of the row's first token in the step."""
@@ -32,15 +32,15 @@ class Rows(NamedTuple):
     """0 for padding."""
     slots: Array
     positions: Array
-    """Of the row's first token in its sequence."""
+    """Position of the row's first token in its sequence."""
     blocked: Array | None = None
-    """How many of the row's tokens, from its first on, are computed in blocks
-    (`RecurrentStep.of_rows`); None: of no row any."""
+    """How many of the row's leading tokens are computed in blocks (`RecurrentStep.of_rows`). None:
+    no row has blocks."""
 
 
 class RecurrentStep(NamedTuple):
-    """Where the tokens of a step belong. All arrays int32; padding tokens belong to the padding
-    slot, at position 0."""
+    """Slots, positions and rows of a step's tokens. All arrays are int32. Padding tokens are at
+    position 0 of the padding slot."""
 
     slots: Array  # [tokens]
     positions: Array  # [tokens]
@@ -48,7 +48,7 @@ class RecurrentStep(NamedTuple):
 
     @classmethod
     def of_decode(cls, slots: Array, positions: Array, padding_slot: int) -> RecurrentStep:
-        """Of a step in which each token is a row."""
+        """A step in which each token is a row."""
         first = jnp.arange(slots.shape[0], dtype=jnp.int32)
         length = (slots != padding_slot).astype(jnp.int32)
         return cls(slots, positions, Rows(first, length, slots, positions))
@@ -63,15 +63,15 @@ class RecurrentStep(NamedTuple):
         prompts: Array | None = None,
         block: int = 1,
     ) -> RecurrentStep:
-        """Of a step whose rows follow each other.
+        """A step whose rows follow each other.
 
-        Positions of a prompt are computed in blocks: from each multiple of `block` on so many at
-        once, as long as the prompt fills them. A row begins and ends at a multiple of `block` as
-        far as blocks go.
+        A prompt is cut into blocks of `block` positions. The whole blocks of the prompt that a row
+        contains are computed as blocks. Such a row begins at a multiple of `block`, and ends at one
+        or at the end of the prompt.
 
         Args:
-          slots, positions: of each token.
-          row_slots: of each row; those of padding come last.
+          slots, positions: slot and position of each token.
+          row_slots: slot of each row; padding rows come last.
           last: index of each row's last token, 0 for padding.
           prompts: int32 [rows], tokens of each row's prompt; None: nothing is computed in blocks.
         """
@@ -83,8 +83,8 @@ class RecurrentStep(NamedTuple):
         return cls(slots, positions, Rows(first, length, row_slots, start, blocked))
 
     def cut(self, lengths: Array, padding_slot: int) -> RecurrentStep:
-        """Of the first tokens of each row: int32 [rows], at most so many as it has. The others
-        become padding. Nothing is computed in blocks."""
+        """A step with only the first `lengths` tokens of each row, int32 [rows], at most the row's
+        own length. The other tokens become padding. Nothing is computed in blocks."""
         inside = jnp.zeros(padding_slot + 1, jnp.int32).at[self.rows.slots].set(lengths)
         kept = self.offsets(padding_slot + 1) < inside[self.slots]
         return RecurrentStep(

@@ -1,9 +1,10 @@
 """How many programs of a kernel a GPU runs at once.
 
-A program that waits for what another one leaves, by a flag in memory, ends only if the other one
-runs. CUDA promises that of no two programs of a grid. But a GPU starts programs as long as there is
-room, so a grid that fits as a whole does run as a whole: kernels before it end by themselves, and
-those after it start, with programmatic dependent launch too, when all its programs have started.
+A program that waits for another one, through a flag in memory, ends only if the other one runs.
+CUDA does not guarantee that any two programs of a grid run at the same time. But a GPU starts
+programs while there is room, so a grid that fits as a whole runs as a whole. Earlier kernels end by
+themselves. Later kernels start only when all its programs have started, even with programmatic
+dependent launch.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ from jaxserve_kernels import ptxas
 from jaxserve_kernels.device import Device
 
 _RESERVED = 1024
-"""Bytes of shared memory that the system takes for each program, from compute capability 8.0 on."""
+"""Bytes of shared memory that CUDA reserves for each program, from compute capability 8.0 on."""
 
 _REGISTERS = 65_536
-"""Of a multiprocessor; a warp takes multiples of 256, and each of four parts has a quarter."""
+"""Registers of a multiprocessor. A warp allocates multiples of 256. Each of the four partitions has
+a quarter of them."""
 
 _MOST_PROGRAMS = 16
-"""On a multiprocessor; some GPUs take more."""
+"""The most programs on a multiprocessor. Some GPUs allow more."""
 
 _MOST_REGISTERS = 255
-"""Of a thread."""
+"""The most registers of a thread."""
 
 
 def programs_at_once(code: ptxas.Code, device: Device) -> int:
-    """Of a compiled kernel, by its shared memory, warps and registers.
+    """How many programs of a compiled kernel run at once, by shared memory, warps and registers.
 
-    Rules and numbers are those of the CUDA C++ Programming Guide, "Compute Capabilities".
+    The rules and limits are those of the CUDA C++ Programming Guide, "Compute Capabilities".
     """
     registers = ptxas.registers(code.ptx, code.compute_capability) or _MOST_REGISTERS
     per_warp = -(-registers * 32 // 256) * 256
@@ -42,7 +44,11 @@ def programs_at_once(code: ptxas.Code, device: Device) -> int:
 
 
 def check(code: ptxas.Code, grid: tuple[int, int, int], device: Device) -> None:
-    """Raises ValueError if programs of the grid would wait for others to end."""
+    """Checks that all programs of a grid run at once.
+
+    Raises:
+      ValueError: some would start only after others end.
+    """
     x, y, z = grid
     most = programs_at_once(code, device)
     if x * y * z > most:

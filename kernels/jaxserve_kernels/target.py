@@ -1,6 +1,7 @@
-"""What a program is traced for: a value that every operation takes as its keyword `target`.
+"""The target that a program is traced for. Every operation takes one as its keyword `target`.
 
-`Target.here()` makes it once, where a program begins: operations ask neither jax nor a global.
+A program calls `Target.here()` once, at its start. Operations read neither jax's devices nor a
+global.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from jaxserve_kernels import records
 from jaxserve_kernels.device import Device, card
 
 type Implementation = Literal["reference", "cpu", "triton"]
-"""Operations without one of their own for CPUs take the definition there."""
+"""On "cpu", an operation without a CPU implementation uses its definition."""
 
 type Shape = tuple[str | int, ...]
-"""What a configuration depends on beside the number of tokens; its meaning is the operation's."""
+"""Key of a configuration, beside the number of tokens. Each operation defines its own."""
 
 type Parameters = Mapping[str, int]
 
 _IMPLEMENTATIONS: dict[str, Implementation] = {"cpu": "cpu", "gpu": "triton"}
-"""By JAX's backend; on others the definitions in plain JAX."""
+"""By JAX's backend. Other backends use the definitions in plain JAX."""
 
 
 class Tuned(NamedTuple):
-    """Launch parameters that take the place of an operation's own choice, for the tuner."""
+    """Launch parameters that replace an operation's own choice; the tuner sets them."""
 
     operation: str
     shape: Shape
@@ -40,57 +41,57 @@ class Tuned(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a program is traced for. Hashable, so it may be a static argument."""
+    """The target that a program is traced for. Hashable, so it may be a static argument."""
 
     implementation: Implementation
     device: Device | None = None
-    """The GPU; None where operations are no kernels."""
+    """The GPU; None unless operations run Triton kernels."""
     pdl: bool = False
-    """Kernels are traced for programmatic dependent launch: each may start before the one before it
-    ends, and must wait itself for what it reads."""
+    """Kernels are traced for programmatic dependent launch (PDL): a kernel may start before its
+    predecessor ends, and must itself wait before it reads the predecessor's results."""
     checked: bool = True
-    """Whether kernels that do not compile are replaced (`fallback`)."""
+    """Whether another implementation replaces kernels that do not compile (`fallback`)."""
     tuned: tuple[Tuned, ...] = ()
     observe: Callable[[Any], None] | None = field(default=None, compare=False, repr=False)
-    """Called with the `op.Choice` of every call of an operation."""
+    """Called with the `op.Choice` of each operation call."""
 
     @classmethod
     def here(cls) -> Self:
-        """Triton on a GPU, what is made for a CPU on one, the definitions elsewhere."""
+        """The target for this process's first jax device."""
         return cls.of(jax.devices()[0])
 
     @classmethod
     def of(cls, device: Any) -> Self:
-        """For a jax device, or an object with its attributes."""
+        """The target for a jax device, or for an object with the same attributes."""
         implementation = _IMPLEMENTATIONS.get(device.platform, "reference")
         gpu = Device.of(device) if implementation == "triton" else None
         return cls(implementation=implementation, device=gpu)
 
     @classmethod
     def for_gpu(cls, compute_capability: int) -> Self:
-        """For a card of a compute capability, e.g. 90, which need not be here."""
+        """The target for a GPU of this compute capability, e.g. 90. No such GPU need be present."""
         return cls(implementation="triton", device=card(compute_capability))
 
     @property
     def gpu(self) -> Device:
-        """The GPU; only where operations are kernels."""
+        """The GPU. Call it only where operations run Triton kernels."""
         assert self.device is not None, f"{self.implementation} has no GPU"
         return self.device
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values of some fields."""
+        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def with_tuned(self, parameters: Mapping[tuple[str, Shape], Parameters]) -> Self:
-        """With these launch parameters, by operation and shape."""
+        """A copy with these launch parameters, by operation and shape."""
         added = (Tuned(*key, tuple(sorted(each.items()))) for key, each in parameters.items())
         return self.replace(tuned=(*added, *self.tuned))
 
     def uses_triton(self) -> bool:
-        """Whether operations are kernels; if so, Triton has been imported, whole.
+        """Whether operations run Triton kernels. If they do, this has imported all of Triton.
 
-        Its packages import each other: of threads that begin with different ones, as those that
-        compile a model's programs do, some would find others half imported.
+        Triton's packages import each other. Threads that compile a model's programs in parallel
+        would otherwise see packages that another thread has imported only in part.
         """
         if self.implementation != "triton":
             return False
@@ -98,8 +99,8 @@ class Target:
             return _import_triton()
 
     def runs_hopper_kernels(self) -> bool:
-        """Whether kernels that are written for Hopper, in Gluon, can be used: jax-triton launches
-        them only with `triton_call`'s help, which knows the versions in `records`."""
+        """Whether the Gluon kernels for Hopper can run. jax-triton needs `triton_call` to launch
+        them, and that works with the package versions in `records` only."""
         return self.gpu.compute_capability == 90 and records.unknown_package() is None
 
 
@@ -116,7 +117,7 @@ def _import_triton() -> bool:
     try:
         for module in _NEEDED:
             importlib.import_module(module)
-    except Exception as error:  # a version that lacks what we import, or fails at it
+    except Exception as error:  # e.g. a version that lacks a name that we import
         _import_errors.append(f"{type(error).__name__}: {error}")
         return False
     return True
@@ -126,6 +127,9 @@ _import_errors: list[str] = []
 
 
 def triton_error() -> str | None:
-    """Why Triton and jax-triton could not be imported, e.g. that they are not installed. None: they
-    could, or nobody has tried: a start that finds its programs compiled needs neither."""
+    """Why importing Triton and jax-triton failed, e.g. that they are not installed.
+
+    None if the import succeeded, or if nobody has tried it: a start that finds all its programs
+    compiled needs neither package.
+    """
     return _import_errors[0] if _import_errors else None

@@ -1,7 +1,7 @@
 """Gating in registers: the activations of `activation.py`, in Triton and in Gluon.
 
-GATED is as `activation.gating` says. Both activations are x times a sigmoid; what differs is of
-what, so that for SiLU nothing is computed twice.
+GATED is a value of `activation.gating`. Both activations are x times a sigmoid; they differ in the
+sigmoid's argument, which is x itself for SiLU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GELU_TANH = tl.constexpr(2)
 
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr, GATED: tl.constexpr):
-    """activation(gate) * up in `dtype` of float32 sums, rounded where the reference rounds."""
+    """activation(gate) * up in `dtype`, from float32 sums, rounded where the reference rounds."""
     gate = gate.to(dtype).to(tl.float32)
     if GATED == _GELU_TANH:
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
@@ -27,7 +27,7 @@ def gated(gate, up, dtype: tl.constexpr, GATED: tl.constexpr):
 
 @gluon.jit
 def sigmoid_of(gate, GATED: gl.constexpr):
-    """Of what the sigmoid is that `gate`, float32, is multiplied by."""
+    """The argument of the sigmoid by which `gate`, float32, is multiplied."""
     if GATED == _GELU_TANH:  # 0.5 * (1 + tanh(x)) is the sigmoid of 2 x; here 2 * sqrt(2 / pi)
         gate = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     return gate
@@ -35,7 +35,7 @@ def sigmoid_of(gate, GATED: gl.constexpr):
 
 @gluon.jit
 def gated_sums(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
-    """As `gated`, but in float32: for whoever rounds what it stores."""
+    """Like `gated`, but with a float32 result, for callers that round when they store."""
     gate = gate.to(dtype).to(gl.float32)
     active = gate / (1.0 + gl.exp2(sigmoid_of(gate, GATED) * -1.4426950408889634))
     return active.to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)

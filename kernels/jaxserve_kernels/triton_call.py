@@ -1,6 +1,7 @@
-"""jax-triton, made to work with the Triton versions we support, and with Gluon.
+"""Calls of Triton and Gluon kernels, through jax-triton and every Triton version we support.
 
-Also what a call's record holds: the kernel's machine code, which a program has once, not its text.
+This module replaces the records that jax-triton makes of calls: a program holds each kernel's
+machine code once, instead of PTX in every call.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from jaxserve_kernels.device import Device
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_compat import jt, triton_lib
 
-# What jax-triton 0.4 wants instead, a Ref to an array of zeros, costs a kernel where its own way is
-# a memset, and on an H200 the kernel that was called so died of an illegal address (0.4.1).
+# jax-triton 0.4 recommends a Ref to an array of zeros instead. That costs a kernel in place of a
+# memset, and with 0.4.1 on an H200 the called kernel failed with an illegal address.
 warnings.filterwarnings("ignore", "zeroed_outputs is deprecated", DeprecationWarning)
 
 jax_triton: Any = triton_lib
@@ -34,20 +35,19 @@ _TritonKernelCall: Any = _library.TritonKernelCall
 
 _BARRIER = "stablehlo.optimization_barrier"
 _DEVICE = "device"
-"""Among a call's options for the compiler, which knows nothing of it: the card that is compiled
-for."""
+"""Key of the target's `Device` in a call's compiler options. It is removed before compilation."""
 _TOGETHER = "together"
-"""Too: whether programs wait for each other."""
+"""Key, likewise: whether programs of the grid wait for each other."""
 
 
 class _Codes:
-    """Which machine codes a value of a program that is lowered needs, through all before it."""
+    """Tracks, in a program being lowered, which machine codes the calls before a value hold."""
 
     def __init__(self) -> None:
         self._of: dict[Any, frozenset[str]] = {}
 
     def before(self, values: Iterable[Any]) -> frozenset[str]:
-        """Names of the codes that calls have brought on whose results the values depend."""
+        """Names of the codes in all calls whose results the values depend on."""
         owners = [_maker(value) for value in values]
         todo = list(owners)
         while todo:
@@ -64,54 +64,54 @@ class _Codes:
 
 
 def _operations_before(operation: Any) -> list[Any]:
-    """Those that make its operands; arguments of functions and loops have none."""
+    """The operations that make its operands; none for arguments of functions and loops."""
     operands = () if isinstance(operation, ir.Block) else operation.operands
     return [_maker(value) for value in operands]
 
 
 def _maker(value: Any) -> Any:
-    """The operation that makes a value, or the block whose argument it is. A barrier makes nothing:
-    XLA removes it, and what it tied together is in no order any more."""
+    """The operation that makes a value, or the block whose argument it is. Barriers are skipped:
+    XLA removes them, and with them the order of the values that they join."""
     while not isinstance(value.owner, ir.Block) and value.owner.name == _BARRIER:
         value = value.owner.operands[ir.OpResult(value).result_number]
     return value.owner
 
 
 class _Call:
-    """One that is lowered."""
+    """A call being lowered."""
 
     def __init__(self, codes: frozenset[str]):
         self.codes = codes
-        """What calls before it have brought, and itself."""
+        """Names of the machine codes that this call and the calls before it hold."""
 
 
 _call: ContextVar[_Call] = ContextVar("call")
 
 
 class _Kernel(NamedTuple):
-    """What the calls of a kernel may record of it."""
+    """A compiled kernel, and the records that its calls may hold."""
 
     compiled: ptxas.Code
     source: Any
     """A record with PTX."""
     code: str = ""
-    """Names the machine code; empty if there is no assembler."""
+    """The machine code's name, a digest; empty if no assembler is installed."""
     named: Any = None
-    """A record with the name in place of PTX."""
+    """A record with that name in place of PTX."""
     with_code: bytes = b""
-    """What a record that brings the machine code has at its end."""
+    """The machine code, as bytes to append to a serialised record."""
     together_on: Device | None = None
-    """The card on which all programs of a grid must run at once; None: they need not."""
+    """The card on which all programs of a grid must run at once; None if they need not."""
 
 
 def _kernel(*args: Any) -> _Kernel:
-    """A kernel's records, without its Triton source form.
+    """A kernel's records, without its TTIR. Takes the arguments of jaxlib's TritonKernel.
 
-    Each of the 300 calls of a step has a copy of the record, in its program's text and twice in the
-    call itself, in memory as long as the program. jaxlib takes machine code that a record brings,
-    and keeps it by the record's PTX, of which a digest serves as well. So a call brings the code,
-    and those that depend on its result name it: in whichever order XLA makes the calls of a
-    program, it makes them later.
+    Each of a step's 300 calls has a copy of its record, once in the program's text and twice in the
+    call. They stay in memory as long as the program. jaxlib accepts machine code in a record, and
+    caches it by the record's PTX, for which a digest serves as well. So one call holds the code,
+    and the calls that depend on its result only name it. XLA creates a call after those that it
+    depends on, in whatever order it creates a program's calls, so the code is known by then.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
     launch = (name, num_warps, num_ctas, shared_memory)
@@ -127,12 +127,12 @@ def _kernel(*args: Any) -> _Kernel:
 
 
 class _Parameter(NamedTuple):
-    """Of a kernel."""
+    """A parameter of a kernel."""
 
     record: Any
-    """What jaxlib takes."""
+    """jaxlib's object for it."""
     number: tuple[str, int | float] | None
-    """A format of `struct`, and a value; None: a buffer."""
+    """A format character of `struct`, and a value; None for a buffer."""
 
 
 _FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -140,15 +140,15 @@ _FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q"
 
 
 class Described(Exception):
-    """Carries a compiled kernel, its grid and its numbers (None: a buffer) out of jax-triton's
-    lowering of a call, where `describing` asks for them."""
+    """Raised inside jax-triton's lowering of a call while `describing` is set. Carries the compiled
+    kernel, its grid and its numbers (None for a buffer)."""
 
 
 describing: ContextVar[bool] = ContextVar("describing", default=False)
 
 
 class _KernelCall:
-    """In place of jaxlib's TritonKernelCall."""
+    """Replaces jaxlib's TritonKernelCall."""
 
     def __init__(self, kernel: _Kernel, x: int, y: int, z: int, parameters: list[_Parameter]):
         if kernel.together_on is not None:
@@ -157,8 +157,8 @@ class _KernelCall:
         self._numbers = [each.number for each in parameters]
 
     def to_proto(self, name: str, metadata: bytes) -> bytes:
-        """TritonAnyKernelCall of jaxlib/gpu/triton.proto. What stands twice in a message is merged
-        when it is read, so that fields can be added at its end."""
+        """Serialises a TritonAnyKernelCall of jaxlib/gpu/triton.proto. A protobuf parser merges a
+        field that occurs twice, so fields can be appended to a message."""
         if describing.get():
             raise Described(self._kernel.compiled, self._args[:3], self._numbers)
         kernel, call = self._kernel, _call.get()
@@ -172,7 +172,7 @@ class _KernelCall:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field of a protocol buffer that holds bytes."""
+    """A length-delimited protobuf field."""
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
@@ -189,7 +189,7 @@ def _varint(value: int) -> bytes:
 
 
 def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
-    """As jax-triton does, knowing what the program has brought before."""
+    """jax-triton's lowering of a call, given the machine codes that earlier calls hold."""
     codes = context.module_context.cached_primitive_lowerings.setdefault(_Codes, _Codes())
     call = _Call(codes.before(args))
     token = _call.set(call)
@@ -206,8 +206,8 @@ def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
 def _compile_kernel(
     function: Any, specialization: Any, target: Any, backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, str, Any, Any]:
-    """As jax-triton does. A kernel that the card could not start is refused here, where no card is
-    needed."""
+    """Replaces jax-triton's method. Also checks that the card can start the kernel, which needs no
+    card."""
     own = (_DEVICE, _TOGETHER)
     given = {name: value for name, value in options.items() if name not in own}
     compiles = _compile_gluon if isinstance(function.fn, GluonJITFunction) else _compile_triton
@@ -231,8 +231,8 @@ def _check_fits(code: ptxas.Code, device: Device) -> None:
 def _compile_gluon(
     function: Any, specialization: Any, target: Any, backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, str, Any, Any]:
-    """jax-triton 0.4 takes Gluon kernels through Triton's own passes, and launches them without
-    the warps that warp specialisation adds. Triton's compiler does both right."""
+    """Compiles a Gluon kernel with Triton's own compiler. jax-triton 0.4 would run passes for
+    Triton kernels on it, and launch it without the warps that warp specialisation adds."""
     known = triton_compat.option_names()
     compiled = triton.compile(
         GluonASTSource(
@@ -258,7 +258,7 @@ def _compile_gluon(
 
 
 def _take_over() -> None:
-    """Put what is above in the place of jax-triton's own."""
+    """Replaces jax-triton's functions by those above."""
     create_array: Any = _library.create_array_parameter
     create_scalar: Any = _library.create_scalar_parameter
     create_descriptor: Any = _library.create_tma_descriptor_parameter
@@ -272,7 +272,7 @@ def _take_over() -> None:
         create_descriptor(**kwargs), None
     )
     triton_lib.TritonFunction._compile_kernel = _compile_kernel  # type: ignore[method-assign]
-    # Not cached by jax: equal calls differ in who brings the code.
+    # Not cacheable: of equal calls, only some hold the code.
     register = mlir.register_lowering
     register(triton_lib.triton_kernel_call_p, _lower, platform="cuda", cacheable=False)
 
@@ -289,13 +289,17 @@ def triton_call(
     together: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`jax_triton.triton_call` for a target. Ints are launch constants.
+    """`jax_triton.triton_call` for a target. Ints among args are launch constants.
 
-    Every kernel runs inside the step's CUDA graph, so configurations are fixed beforehand: Triton
-    cannot tune while a graph is recorded.
+    Every kernel runs inside the step's CUDA graph, so its configuration is fixed: Triton cannot
+    autotune while a graph is recorded.
 
     Args:
-      together: programs wait for others of the grid. It is refused if they do not all run at once.
+      together: programs of the grid wait for each other.
+
+    Raises:
+      ValueError: while the call is lowered, if the GPU cannot start the kernel; with `together`,
+        also if it cannot run all programs at once.
     """
     capability = target.gpu.compute_capability
     if "EARLY" in kwargs["kernel"].arg_names:
@@ -308,5 +312,5 @@ def triton_call(
 
 
 def tensor_descriptor(x: jax.Array, block: Sequence[int], layout: Any) -> Any:
-    """x as an argument that a kernel copies blocks of by TMA."""
+    """x as a kernel argument from which TMA copies blocks of shape `block`."""
     return jt.TensorDescriptor.from_array(x, block, layout)

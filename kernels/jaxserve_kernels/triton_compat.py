@@ -1,7 +1,7 @@
-"""What differs between the Triton versions that jaxserve runs with, 3.6 and 3.9.
+"""Differences between the Triton versions that jaxserve supports, 3.6 and 3.9.
 
-Kernels are written in the names of 3.9. Importing this module gives 3.6 those names, and makes
-jax-triton, which asks for 3.7, import beside it. Nothing here has an effect on 3.9.
+Kernels use the names of 3.9. Importing this module adds those names to 3.6, and lets jax-triton,
+which requires 3.7, be imported with 3.6. It changes nothing on 3.9.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEW_NAMES: tuple[tuple[Any, str, str], ...] = (
     (tma, "async_load", "async_copy_global_to_shared"),
     (shared_memory_descriptor, "reinterpret", "_reinterpret"),
 )
-"""Where a name is, the name in 3.9, and the name in 3.6. 3.9 keeps some old ones, which raise."""
+"""Owner of a name, the name in 3.9, and the name in 3.6. 3.9 keeps some old names, which raise."""
 
 for _owner, _new, _old in _NEW_NAMES:
     if not hasattr(_owner, _new):
@@ -43,15 +43,16 @@ _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_
 
 
 def compiler_options(compute_capability: int) -> dict[str, Any]:
-    """Options that every kernel is compiled with.
+    """Compiler options of every kernel.
 
-    - `enable_fp_fusion`: `a * b + c` may become one instruction. Triton's own default is to fuse up
-      to 3.9, and not to from 3.10 on; results must not depend on it.
+    - `enable_fp_fusion`: `a * b + c` may become one instruction. Triton's default is True up to 3.9
+      and False from 3.10 on. Setting it keeps results independent of the version.
     - `ptx_version`: Triton writes PTX for the assembler in its own package (13.4 in 3.9). Ours may
-      be older, and refuses newer PTX. Only ever lowered: Triton's own must read it, too.
+      be older, and rejects newer PTX. The version is only ever lowered, because Triton's own
+      assembler must accept the PTX too.
 
     Args:
-      compute_capability: of the GPU to compile for, e.g. 90.
+      compute_capability: that of the GPU to compile for, e.g. 90.
     """
     options: dict[str, Any] = {"enable_fp_fusion": True}
     ours = ptxas.version()
@@ -65,7 +66,7 @@ def compiler_options(compute_capability: int) -> dict[str, Any]:
 
 @functools.cache
 def _package_ptxas(compute_capability: int) -> str:
-    """The version, e.g. "12.8", of the assembler that Triton brings for a GPU."""
+    """The version, e.g. "12.8", of the assembler that Triton's package has for a GPU."""
     return compiler.get_ptxas(compute_capability).version
 
 

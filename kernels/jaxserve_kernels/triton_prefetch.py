@@ -1,4 +1,4 @@
-"""Memory that a kernel will read, on its way to the L2 cache before the kernel can begin."""
+"""Prefetches to the L2 cache, for memory that a kernel reads later."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def ask_for(pointers, size):
-    """Has `size` bytes from each pointer brought to the L2 cache; both are multiples of 16. Hopper
-    or later.
+    """Prefetches `size` bytes from each pointer to the L2 cache. Size and pointers are multiples of
+    16. Needs Hopper or later.
 
-    A warp asks for one place after the other: it should have one, or few.
+    A warp issues one request per distinct pointer, one after the other: give it few.
     """
     tl.inline_asm_elementwise(
         "mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2;",

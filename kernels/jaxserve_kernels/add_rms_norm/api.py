@@ -25,10 +25,10 @@ def add_rms_norm(
     """See `reference.add_rms_norm`.
 
     Args:
-      update: None if it is in x already (`matmul.add_linear`).
-      form: what the normed tokens become, for a reader that takes 8 bits (`matmul.token_format`,
-        which asks for it only where there are kernels). Both are the same as one after the other.
-      bias: of the product that `update` is of.
+      update: None if x already includes it (`matmul.add_linear`).
+      form: the 8-bit format in which the reader takes the normed tokens (`matmul.token_format`,
+        which returns one only where kernels run). The result equals norming, then quantising.
+      bias: that of the product whose partial sums `update` has.
     """
     return _OP(x, update, weight, bias, eps=eps, form=form, target=target)
 
@@ -36,7 +36,7 @@ def add_rms_norm(
 def _configure(
     x: Array, update: Array | None, weight: Array, bias: Array | None, *, target: Target, **_: Any
 ) -> Any:
-    if update is None:  # XLA's fusion reads and writes each token once
+    if update is None:  # XLA fuses the norm alone into one kernel that reads each token once
         return Refusal("there is nothing to add")
     return on_kernels(target=target)
 
@@ -67,7 +67,7 @@ def _definition(
     eps: float,
     **__: Any,
 ) -> tuple[Array, Array]:
-    """Plain tokens, which a product takes, too."""
+    """Returns unquantised tokens whatever `form` is: products accept both."""
     if update is None:
         return x, reference.rms_norm(x, weight, eps)
     return reference.add_rms_norm(x, update, weight, eps, bias)

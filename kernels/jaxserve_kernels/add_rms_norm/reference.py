@@ -12,8 +12,8 @@ from jaxserve_kernels.dense_matmul.reference import sum_parts
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / rms(x) * weight over the last axis, computed in float32, in x's dtype.
 
-    The quotient is rounded before it is multiplied by a weight of x's dtype. A weight in float32 is
-    a factor of it: then only the result is rounded.
+    With a weight of x's dtype the quotient is rounded before the multiplication. With a float32
+    weight only the result is rounded.
     """
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -25,15 +25,15 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 def add_rms_norm(
     x: Array, update: Array, weight: Array, eps: float, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    """The new residual stream and what the next block reads::
+    """The new residual stream, and its norm, which the next block reads::
 
         x = x + sum_parts(update, bias)
         return x, rms_norm(x, weight, eps)
 
-    x [tokens, embed] and weight [embed] share one dtype, or weight is float32; update [parts,
-    tokens, embed] are the partial sums of a product. A bias [embed] is added to their sum in
-    float32, before it is rounded.
+    x is [tokens, embed]; weight [embed] has x's dtype or float32. update [parts, tokens, embed] are
+    the partial sums of a product. A bias [embed] is added to their sum in float32, before the sum
+    is rounded to x's dtype.
     """
-    # Without the barrier XLA folds every earlier update into each norm and reads them all again.
+    # Without the barrier XLA fuses all earlier updates into each norm, and reads them all again.
     x = jax.lax.optimization_barrier(x + sum_parts(update, x.dtype, bias))
     return x, rms_norm(x, weight, eps)

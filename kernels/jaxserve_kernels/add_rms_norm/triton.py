@@ -1,4 +1,5 @@
-"""One program per token: the row is read once and stays in registers."""
+"""Residual add and RMSNorm with one program per token: the row is read once and stays in
+registers."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ def add_and_norm(
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the program's row plus its updates, and returns it with the norm, in x's dtype.
+    """Stores the program's row plus its updates. Returns the sum and its norm, in x's dtype.
 
-    Updates are `stride` apart. Where the compiler does not know that number, it cannot tell that
-    they are aligned, and loads each element by itself.
+    The parts of an update are `stride` apart. It is a constant because the compiler otherwise
+    cannot tell that they are aligned, and loads elements one by one.
     """
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)

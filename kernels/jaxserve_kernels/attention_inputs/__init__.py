@@ -1,4 +1,4 @@
-"""From the QKV projection to what attention reads: bias, QK-norm, RoPE, KV write."""
+"""Makes attention's inputs from the QKV projection: bias, QK-norm, RoPE and KV write."""
 
 from jaxserve_kernels.attention_inputs.api import attention_inputs as attention_inputs
 from jaxserve_kernels.attention_inputs.reference import HeadWeights as HeadWeights

@@ -13,37 +13,37 @@ from jaxserve_kernels.dense_matmul.reference import sum_parts
 
 
 class HeadWeights(NamedTuple):
-    """What a layer's heads have beside the matrix of their projection. None: they have it not."""
+    """A layer's weights for its heads, beside the projection matrix. None: the model has none."""
 
     q_norm: Array | None = None
     """[head_dim], the weight of each query head's RMSNorm."""
     k_norm: Array | None = None
-    """[head_dim], of each key head's; there are both norms or neither."""
+    """[head_dim], the weight of each key head's RMSNorm. Models have both norms or neither."""
     bias: Array | None = None
-    """[(q_heads + 2 * kv_heads) * head_dim], of queries, keys and values."""
+    """[(q_heads + 2 * kv_heads) * head_dim], for queries, keys and values."""
     sinks: Array | None = None
-    """[q_heads], a score beside those of the keys, whose value is 0: see `paged_attention`."""
+    """[q_heads], an extra score in the softmax whose value vector is 0: see `paged_attention`."""
 
     @property
     def of_inputs(self) -> tuple[Array | None, Array | None, Array | None]:
-        """Norms and bias, as kernels take them that make queries, keys and values."""
+        """q_norm, k_norm and bias: arguments of the kernels that make queries, keys and values."""
         return self.q_norm, self.k_norm, self.bias
 
     def check(self) -> None:
-        """Raises ValueError if only one of the norms is there."""
+        """Raises ValueError if exactly one of the two norms is given."""
         if (self.q_norm is None) != (self.k_norm is None):
             raise ValueError("queries and keys are both normed or neither is: one norm is missing")
 
 
 class KVSlots(NamedTuple):
-    """Where each token's key and value go; int32 [tokens] each. Padding goes to page 0."""
+    """Page and offset of each token's key and value, int32 [tokens]. Padding goes to page 0."""
 
     pages: Array
     offsets: Array
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x [tokens, heads, head_dim] by the angles of cos and sin [tokens, head_dim/2].
+    """Rotates x [tokens, heads, head_dim] by the angles of cos and sin [tokens, head_dim/2].
 
     The pairs are (i, i + head_dim/2), as in Hugging Face's Qwen3 (RoFormer, arXiv 2104.09864).
     """
@@ -64,7 +64,7 @@ def attention_inputs(
     eps: float,
     dtype: DTypeLike,
 ) -> tuple[Array, Array]:
-    """Norm and rotate queries and keys per head, and store keys and values in their pages::
+    """Norms and rotates queries and keys per head, and stores keys and values in their pages::
 
         q, k, v = split(sum_parts(qkv) + bias)                # heads: q_heads, kv_heads, kv_heads
         q, k = rope(rms_norm(q)), rope(rms_norm(k))           # rope alone without norms
@@ -74,12 +74,12 @@ def attention_inputs(
       qkv: [parts, tokens, (q_heads + 2 * kv_heads) * head_dim], partial sums of the projection.
       kv: [layers, pages, kv_heads, 2, page_size, head_dim], updated in place when donated.
       layer: index into the first axis of kv.
-      heads: norms and bias, of those that the model has. The bias is added in float32, before the
-        sum is rounded to `dtype`: parts in a narrower dtype have been rounded once more.
+      heads: the model's norms and bias. The bias is added in float32, before the sum is rounded to
+        `dtype`. Parts in a narrower dtype are rounded one time more.
       tables: cosines and sines, float32 [tokens, head_dim/2] each.
-      slots: where keys and values go; they are rounded to kv's dtype.
-      eps: of the norms.
-      dtype: of the activations, to which the projection, the norms and the rotation are rounded.
+      slots: page and offset of each token. Keys and values are rounded to kv's dtype.
+      eps: epsilon of the norms.
+      dtype: dtype of activations, to which the projection, the norms and the rotation are rounded.
 
     Returns:
       Queries [tokens, q_heads, head_dim], and kv.
@@ -94,13 +94,12 @@ def attention_inputs(
 def kv_write(
     kv: Array, layer: int, keys: Array, values: Array, pages: Array, offsets: Array
 ) -> Array:
-    """Store each token's key and value at its page and offset::
+    """Stores each token's key and value at its page and offset::
 
         kv[layer, pages[t], :, 0, offsets[t]] = keys[t]
         kv[layer, pages[t], :, 1, offsets[t]] = values[t]
 
-    The update happens in place when kv is donated. Tokens of the padding go to page 0, in any
-    order.
+    kv is updated in place when donated. Padding tokens go to page 0, in any order.
 
     Args:
       kv: [layers, pages, kv_heads, 2, page_size, head_dim].
@@ -110,7 +109,7 @@ def kv_write(
     """
     both = jnp.stack([keys, values], axis=2).astype(kv.dtype)
     places = kv.at[layer, pages, :, :, offsets]
-    return places.set(both, wrap_negative_indices=False)  # none of them counts from the end
+    return places.set(both, wrap_negative_indices=False)  # no index is negative
 
 
 def heads_of(
@@ -122,9 +121,10 @@ def heads_of(
     eps: float,
     dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys (both normed, if there are norms, and rotated) and values.
+    """Returns queries, keys and values, [tokens, heads, head_dim] each, in `dtype`.
 
-    [tokens, heads, head_dim] each, in `dtype`; arguments and errors as of `attention_inputs`.
+    Queries and keys are rotated, and normed if the model has norms. Arguments and errors are those
+    of `attention_inputs`.
     """
     heads.check()
     projected = sum_parts(qkv, dtype, heads.bias)

@@ -1,4 +1,5 @@
-"""One program per token and block of heads; keys and values go straight to their page."""
+"""`attention_inputs` with one program per token and block of heads. It writes keys and values
+directly to their pages."""
 
 from __future__ import annotations
 

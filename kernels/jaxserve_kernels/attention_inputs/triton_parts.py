@@ -1,4 +1,4 @@
-"""Bias, QK-norm and RoPE of some heads of a token, for the kernels that write them somewhere."""
+"""Bias, QK-norm and RoPE of some heads of a token: shared by kernels that store the result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def head_halves(
     eps: tl.constexpr, dtype: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a token from number `first` on, queries and keys normed and rotated.
+    """HEADS heads of a token from number `first` on. Queries and keys are normed and rotated.
 
-    Two matrices [HEADS, HALF] of `dtype`, rounded where the reference rounds: the first and the
-    second half of each head. EARLY: waits for the kernels before this one, whose work qkv is.
-    Norms and bias are None where the model has none.
+    Returns the first and the second half of each head, two matrices [HEADS, HALF] of `dtype`,
+    rounded where the reference rounds. EARLY: wait for earlier kernels before reading qkv. Norms
+    and bias are None if the model has none.
     """
     head = tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
@@ -57,7 +57,7 @@ def head_halves(
 
 @triton.jit
 def _normed_and_rotated(low, high, norm_low, norm_high, cos, sin, eps: tl.constexpr):
-    """Rounded where the reference rounds: after the norm and after its weight."""
+    """Norm and RoPE, rounded where the reference rounds: after the norm and after its weight."""
     dtype: tl.constexpr = low.dtype
     wide_low = low.to(tl.float32)
     wide_high = high.to(tl.float32)

@@ -1,5 +1,5 @@
-"""What some models do between the projection of attention and its kernels: gates of heads, RoPE of
-a part of each head, norms with weights in float32; and the gating of attention's result."""
+"""Attention inputs for models with gated heads, RoPE on a part of each head or float32 norm
+weights; and the gating of attention's result."""
 
 from jaxserve_kernels.attention_prologue.api import attention_prologue as attention_prologue
 from jaxserve_kernels.attention_prologue.api import gate_heads as gate_heads

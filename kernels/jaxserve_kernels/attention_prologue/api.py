@@ -36,10 +36,11 @@ def gate_heads(x: Array, gate: Array, *, target: Target) -> Array:
 
 
 def _configure(*_: Any, heads: PrologueHeads, target: Target, **__: Any) -> Refusal | None:
-    """XLA makes one or two kernels of each definition, which only a chain of ours may not have."""
+    """Refuses calls outside a PDL chain: there XLA compiles each definition to one or two kernels.
+    A PDL chain cannot contain XLA's kernels."""
     if not target.uses_triton() or not target.pdl:
         return NOT_PDL
-    return Refusal("heads of no power of 2") if heads.head_dim & (heads.head_dim - 1) else None
+    return Refusal("head_dim not a power of 2") if heads.head_dim & (heads.head_dim - 1) else None
 
 
 def _on_pdl(*_: Any, target: Target) -> Refusal | None:

@@ -1,4 +1,4 @@
-"""The definitions in plain JAX."""
+"""The definitions of the prologue and of the gating, in plain JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrologueHeads(NamedTuple):
     kv_heads: int
     head_dim: int
     gated: bool
-    """Behind each query head is its gate."""
+    """Whether the projection has a gate after each query head."""
 
     @property
     def q_size(self) -> int:
@@ -49,8 +49,9 @@ def attention_prologue(
 
     Args:
       projected: [parts, tokens, q_size * (1 + gated) + 2 * kv_size], partial sums.
-      weights, tables, eps: as of `attention_inputs`; tables [tokens, rotated / 2].
-      dtype: of activations, a name.
+      weights, tables, eps: as in `attention_inputs`. tables are [tokens, rotated / 2], for the
+        first `rotated` elements of each head.
+      dtype: name of the activations' dtype.
 
     Returns:
       Queries, keys and values [1, tokens, q_size + 2 * kv_size], and gates [tokens, q_size] or
@@ -71,12 +72,12 @@ def attention_prologue(
 
 
 def _rotated(heads: Array, tables: tuple[Array, Array]) -> Array:
-    """The first elements of each head rotated, the others as they are."""
+    """Rotates the first elements of each head, as many as tables have angles for."""
     count = 2 * tables[0].shape[-1]
     turned = rope(heads[..., :count], *tables)
     return turned if count == heads.shape[-1] else jnp.concatenate([turned, heads[..., count:]], -1)
 
 
 def gate_heads(x: Array, gate: Array) -> Array:
-    """x * sigmoid(gate), both [tokens, q_size] of one dtype, to which the sigmoid is rounded."""
+    """x * sigmoid(gate). Both are [tokens, q_size] of one dtype. The sigmoid is rounded to it."""
     return x * jax.nn.sigmoid(gate)

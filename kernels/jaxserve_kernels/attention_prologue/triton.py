@@ -1,4 +1,5 @@
-"""One program per token and head, or per token and some elements of its result."""
+"""The prologue with one program per token and head; the gating with one per token and some
+elements."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _ELEMENTS = 1024
-"""Of a program that gates."""
+"""Elements per program of the gating."""
 
 
 @triton.jit
 def _sum(x_ptr, bias_ptr, at, stride, parts: tl.constexpr, width: tl.constexpr, token, dtype):
-    """Elements `at` of a token's projection, rounded to `dtype`."""
+    """The sum over the parts of elements `at` of a token's projection, rounded to `dtype`."""
     total = tl.load(x_ptr + token * width + at).to(tl.float32)
     for part in tl.static_range(1, parts):
         total += tl.load(x_ptr + part * stride + token * width + at).to(tl.float32)
@@ -30,7 +31,7 @@ def _sum(x_ptr, bias_ptr, at, stride, parts: tl.constexpr, width: tl.constexpr, 
 
 @triton.jit
 def _weighted(x, scale, weight):
-    """As `rms_norm` rounds: the quotient, too, where the weight is of x's dtype."""
+    """x * scale * weight, rounded as in `rms_norm`: with a weight of x's dtype the quotient too."""
     wide = x.to(tl.float32) * scale
     if weight.dtype == x.dtype:
         wide = wide.to(x.dtype).to(tl.float32)
@@ -55,7 +56,7 @@ def _prologue(
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    # Queries have their gates behind them.
+    # The projection has a gate after each query head.
     first = head * ((1 + GATED) * DIM) if head < q_heads else (head + GATED * q_heads) * DIM
     x = _sum(x_ptr, bias_ptr, first + dim, stride, parts, width, token, dtype)
     if GATED:  # noqa: SIM102  # which the compiler decides
@@ -63,7 +64,7 @@ def _prologue(
             gate = _sum(x_ptr, bias_ptr, first + DIM + dim, stride, parts, width, token, dtype)
             tl.store(gate_ptr + (token * q_heads + head) * DIM + dim, gate)
     if head < q_heads + kv_heads:
-        # What each element is rotated with: (i, i + half).
+        # The other element of each rotated pair (i, i + half).
         other = tl.where(dim < half, dim + half, tl.where(rotated, dim - half, dim))
         y = _sum(x_ptr, bias_ptr, first + other, stride, parts, width, token, dtype)
         if q_norm_ptr is not None:

@@ -1,4 +1,4 @@
-"""Causal convolution along a sequence, each channel by itself, with the inputs before the step."""
+"""Depthwise causal convolution along a sequence. Its state is the last inputs of earlier steps."""
 
 from jaxserve_kernels.causal_conv.api import causal_conv as causal_conv
 from jaxserve_kernels.causal_conv.api import convolve as convolve

@@ -35,7 +35,7 @@ def convolve(
     *,
     target: Target,
 ) -> Array:
-    """See `reference.convolve`; the step has rows of several tokens."""
+    """See `reference.convolve`. The step has rows of several tokens."""
     return _OUTPUTS(projected, weight, state, step, layer=layer, target=target)
 
 
@@ -45,8 +45,8 @@ def keep_inputs(x: Array, state: Array, layer: int, rows: Rows, *, target: Targe
 
 
 def _op(name: str, function: str, describe: Callable[..., str]) -> Op:
-    """Of a function of `reference` that `triton` has, too, whose `layer` is the last argument but
-    one."""
+    """The operation for a function that both `reference` and `triton` define. `layer` is the
+    function's second to last positional argument."""
 
     def kernel(_: None, *args: Any, layer: int, target: Target) -> Any:
         from jaxserve_kernels.causal_conv import triton  # needs Triton: only for GPUs

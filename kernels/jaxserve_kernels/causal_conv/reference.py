@@ -13,22 +13,23 @@ from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 def causal_conv(
     projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep
 ) -> tuple[Array, Array]:
-    """Convolve each channel along its sequence, and keep the inputs that the next step needs::
+    """Convolves each channel along its sequence, and keeps the inputs that the next step needs::
 
         x = sum_parts(projected)[:, :channels]
         y[p] = silu(sum(weight[:, i] * x[p - width + 1 + i] for i in range(width)))
 
-    for position p of a sequence. Inputs before its first token are 0; those before the step are the
-    slot's state. The sum is taken in float32 and rounded to x's dtype after SiLU.
+    for position p of a sequence. Inputs before the sequence's first token are 0. Earlier steps'
+    inputs come from the slot's state. The sum is taken in float32 and rounded to x's dtype after
+    SiLU.
 
     Args:
-      projected: [parts, tokens, columns], partial sums, of which the first `channels` columns are
-        x, rounded to state's dtype.
+      projected: [parts, tokens, columns], partial sums. The first `channels` columns, rounded to
+        state's dtype, are x.
       weight: [channels, width].
       state: [layers, slots, width - 1, channels] in the dtype of activations, updated in place when
         donated.
       layer: index into the first axis of state.
-      step: where the tokens belong.
+      step: slot and position of each token.
 
     Returns:
       y [tokens, channels] in x's dtype, and state.
@@ -41,7 +42,7 @@ def causal_conv(
 def convolve(
     projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep
 ) -> Array:
-    """Returns y of `causal_conv`, which leaves the state as it is."""
+    """Returns y of `causal_conv`, and does not update the state."""
     x = sum_parts(projected[..., : weight.shape[0]], state.dtype)
     return _convolved(x, weight, state, layer, step)
 
@@ -54,7 +55,7 @@ def _convolved(x: Array, weight: Array, state: Array, layer: int, step: Recurren
     total = x.astype(jnp.float32) * wide[:, kept]
     for back in range(1, kept + 1):
         inside = jnp.pad(x, ((back, 0), (0, 0)))[: x.shape[0]]
-        # Of an input before the row, `back - offset` places before it.
+        # Index into the state of an input `back - offset` places before the row.
         place = jnp.clip(kept - back + offsets, 0, kept - 1)
         before = state[layer, step.slots, place]
         before = jnp.where(begins, jnp.zeros_like(before), before)
@@ -64,7 +65,7 @@ def _convolved(x: Array, weight: Array, state: Array, layer: int, step: Recurren
 
 
 def keep_inputs(x: Array, state: Array, layer: int, rows: Rows) -> Array:
-    """Returns the state of `causal_conv` behind rows with the inputs x [tokens, channels]."""
+    """Returns the state of `causal_conv` after rows with inputs x [tokens, channels]."""
     kept = state.shape[2]
     old = state[layer, rows.slots]
     old = jnp.where((rows.positions == 0)[:, None, None], jnp.zeros_like(old), old)
@@ -73,5 +74,5 @@ def keep_inputs(x: Array, state: Array, layer: int, rows: Rows) -> Array:
     of_row = x[jnp.clip(rows.first[:, None] + at, 0, x.shape[0] - 1)]
     of_state = jnp.take_along_axis(old, jnp.clip(kept + at, 0, kept - 1)[:, :, None], axis=1)
     new = jnp.where((at >= 0)[:, :, None], of_row, of_state)
-    slots = jnp.where(rows.length > 0, rows.slots, state.shape[1])  # rows of padding write nothing
+    slots = jnp.where(rows.length > 0, rows.slots, state.shape[1])  # padding rows write nothing
     return state.at[layer, slots].set(new, mode="drop")

@@ -1,5 +1,5 @@
-"""One program for a few tokens and some channels, or for a row's state: a step's tokens are
-independent but for what they read of the tokens before them."""
+"""The convolution with one program for a few tokens and some channels, and the state's update with
+one per row. Tokens do not depend on each other's results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _CHANNELS, _TOKENS = 256, 4
-"""Of a program, which has one token in decode steps."""
+"""Channels and tokens of a program. In decode steps a program has one token."""
 
 
 @triton.jit
 def _sum(x_ptr, at, mask, stride, parts: tl.constexpr, dtype: tl.constexpr):
-    """Inputs of the convolution, rounded to `dtype`; 0 where the mask says so."""
+    """The sum over the parts of the convolution's inputs, rounded to `dtype`; 0 where masked."""
     total = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):
         total += tl.load(x_ptr + part * stride + at, mask=mask, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def _decode(
     slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
     KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Each row is a token. Who reads a row's state writes it."""
+    """Convolves rows of one token each. The program that reads a row's state also updates it."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     within = channel < channels
@@ -68,7 +68,7 @@ def _convolve(
     slots, stride, tokens: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
     channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of a step, whose offsets are those in their rows."""
+    """Convolves some tokens of a step. offset_ptr has each token's offset in its row."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     there = token < tokens
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -86,7 +86,7 @@ def _convolve(
         place = tl.where(inside, 0, KEPT - back + offset)
         at = (of_slot + place)[:, None] * channels + channel[None, :]
         earlier = within & (goes_on & (offset < back))[:, None]
-        found += tl.load(state_ptr + at, mask=earlier, other=0.0)  # one of both is 0
+        found += tl.load(state_ptr + at, mask=earlier, other=0.0)  # one of the two loads is 0
         weight = weight_ptr + channel * (KEPT + 1) + KEPT - back
         weight = tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32)
         total += found.to(tl.float32) * weight[None, :]
@@ -100,7 +100,7 @@ def _keep(
     slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
     KEPT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of a row become its slot's state, after those before it, if it is short."""
+    """Stores the last inputs of a row as its slot's state. A short row keeps some older inputs."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     length = tl.load(length_ptr + row)
@@ -124,7 +124,7 @@ def causal_conv(
     projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep, *,
     target: Target,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """See `reference.causal_conv`; tokens of padding get any result."""
+    """See `reference.causal_conv`. Results of padding tokens are undefined."""
     rows = step.rows
     if rows.blocked is not None:
         place = jax.new_ref(state)
@@ -147,7 +147,7 @@ def convolve(
     projected: Array, weight: Array, state: Array, layer: int, step: RecurrentStep, *,
     target: Target,
 ) -> Array:  # fmt: skip
-    """See `reference.convolve`; tokens of padding get any result."""
+    """See `reference.convolve`. Results of padding tokens are undefined."""
     return _outputs(projected, weight, state, layer, step, target=target)
 
 
@@ -159,7 +159,7 @@ def keep_inputs(x: Array, state: Array, layer: int, rows: Rows, *, target: Targe
 
 
 def _sizes(projected: Array, state: Array | jax.Ref, target: Target) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Launch constants of all three kernels."""
     parts, tokens, columns = projected.shape
     return {
         "slots": state.shape[1], "stride": tokens * columns, "columns": columns, "parts": parts,

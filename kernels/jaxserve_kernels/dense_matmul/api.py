@@ -50,15 +50,14 @@ def gated_linear(
 
 
 def _unlike(x: Array, target: Target) -> Refusal | None:
-    """Why kernels of ours do not compute with x."""
+    """Why no kernel of this package accepts x; None if they do."""
     if not target.uses_triton():
         return NO_KERNELS
     return None if x.dtype == jnp.bfloat16 else Refusal("not in bfloat16")
 
 
 def _few_tokens(*, gated: bool, pdl: bool) -> Implementation:
-    """The kernel for few tokens: the one that streams weights before its inputs exist, or the
-    other."""
+    """The kernel for few tokens. pdl: the one that copies weights before its inputs exist."""
     name = "triton_streaming" if pdl else "triton"
 
     def configure(x: Array, weight: Array, *, target: Target, **_: Any) -> Config | Refusal:
@@ -120,7 +119,7 @@ def _adds(total: Array, x: Array, weight: Array, *, target: Target) -> Refusal |
 
 
 def _add(_: None, total: Array, x: Array, weight: Array, *, target: Target) -> tuple[Array, None]:
-    """XLA gives the sum to cuBLASLt, which adds it before it rounds."""
+    """XLA passes total to cuBLASLt, which adds it before it rounds the product."""
     return lax.optimization_barrier(total + reference.linear(x, weight, total.dtype)[0]), None
 
 

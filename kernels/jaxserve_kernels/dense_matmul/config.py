@@ -1,4 +1,4 @@
-"""For how many tokens each kernel is used, and how the one for few is launched."""
+"""Token limits of each kernel, and launch parameters of the kernels for few tokens."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ class Limits(NamedTuple):
 
 
 def limits_of(target: Target) -> Limits:
-    """What was measured on the nearest card."""
+    """The limits measured on the nearest card."""
     return tables.limits("dense_matmul", Limits, target)
 
 
 _NEARLY = 0.84
-"""Share of the wanted programs that is enough: 256 of 264 for Llama-3.1-8B's down and output
-products, 112 of 132 for Qwen2.5-7B's at 64 rows. The next possible numbers made a step 3.5 and
-1.2 % longer (lab/measurements/product_waves_h200.json)."""
+"""Share of the wanted number of programs that is enough: 256 of 264 for Llama-3.1-8B's down and
+output products, 112 of 132 for Qwen2.5-7B's at 64 rows. The next larger possible numbers made a
+step 3.5 and 1.2 % longer (lab/measurements/product_waves_h200.json)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """`rows` of the weight per program, `depth` of the input per step, `splits` of the input.
+    """Launch parameters: `rows` of the weight per program, `depth` inputs per step, and `splits`
+    programs that share the inputs.
 
-    With PDL warps and stages are those of `triton_streaming`. Gated, there are no splits.
+    With PDL, warps and stages are those of `triton_streaming`. A gated product has no splits.
     """
 
     rows: int = 64
@@ -48,7 +49,7 @@ class Config:
 
 
 def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
-    """For x [tokens, depth] times a weight [out, depth], by a kernel for few tokens."""
+    """The configuration of x [tokens, depth] times a weight [out, depth], for few tokens."""
     parameters = tables.launch(
         "dense_matmul", ("gated" if gated else "linear", out, depth), tokens, target=target
     )
@@ -68,7 +69,7 @@ def _heuristic(
     many = tokens > limits.many_tokens
     config = Config(depth=64 if many or depth % 128 else 128)
     steps, rest = divmod(depth, config.depth)
-    # Of a router some rows are read twice.
+    # A router need not be whole tiles: some of its rows are then read twice.
     router = not gated and (out < config.rows or (out < _ROUTER and out % _NARROW.rows))
     if rest or (out % config.rows and not router):
         return Refusal(f"not whole tiles of {config.rows} x {config.depth}")
@@ -82,15 +83,15 @@ def _heuristic(
 
 
 _ROUTER = 1024
-"""Rows of a weight below which a tile that is not whole costs little."""
+"""A weight with fewer rows than this may have a partial tile, which costs little."""
 _NARROW = Config(rows=16, num_warps=2)
 _MOST_NARROW_SPLITS = 8
-"""Of the inputs of a weight of few rows. A rule, not measured."""
+"""The most splits of a weight of few rows. Chosen by reasoning, not measured."""
 
 
 def choose_narrow(*, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
-    """For a weight [out, depth] that is no whole tiles for `choose`, by the kernel without
-    streaming."""
+    """The configuration of the kernel without streaming, for a weight [out, depth] that `choose`
+    cannot divide into whole tiles."""
     most = limits_of(target).most_tokens_pdl
     if tokens > most:
         return Refusal(f"more than {most} tokens")
@@ -102,7 +103,8 @@ def choose_narrow(*, tokens: int, out: int, depth: int, target: Target) -> Confi
 
 
 def fused_gating(*, tokens: int, out: int, depth: int, target: Target) -> Refusal | None:
-    """Whether the gated product of x [tokens, depth] and a weight [out, depth] takes `hopper`."""
+    """Why `hopper` does not accept a gated product of x [tokens, depth] and a weight [out, depth];
+    None if it does."""
     least = limits_of(target).fused_gating_tokens
     if tokens < least:
         return Refusal(f"fewer than {least} tokens")

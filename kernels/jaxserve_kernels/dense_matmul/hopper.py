@@ -1,10 +1,10 @@
-"""SwiGLU of many tokens on Hopper: the gating is done in the registers that hold both products.
+"""Gated products of many tokens on Hopper. The gating runs in registers, which hold both products.
 
-XLA writes the product with gate and up, 76 KB per token of a 4B model, for another kernel to read.
-Here a program walks over tiles of 128 tokens and 128 columns of the result. A producer warp copies
-the tokens, the rows of gate and those of up into a ring in shared memory (TMA), also while the
-tile before is being stored; two warpgroups of 64 tokens each multiply. Tiles of the last wave are
-cut into pieces where it has few, so that all programs share them.
+XLA would write the product with gate and up to memory, 76 KB per token of a 4B model, for another
+kernel to read. Here a program walks over tiles of 128 tokens by 128 columns of the result. A
+producer warp copies the tokens, the gate rows and the up rows into a ring in shared memory (TMA),
+even while the previous tile is being stored. Two warpgroups of 64 tokens each multiply. If the last
+wave has few tiles, they are cut into pieces that all programs share.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _TOKENS = gl.constexpr(TOKENS)
 _COLUMNS = gl.constexpr(COLUMNS)
 _DEPTH = gl.constexpr(DEPTH)
 _STAGES = gl.constexpr(4)
-"""Of 48 KB: what shared memory holds."""
+"""Ring stages of 48 KB each: as many as shared memory holds."""
 
 _MOST_PIECES = 2
-"""Of a tile. Four are no faster on an H200; see lab/logs/prefill.md."""
+"""The most pieces of a tile. Four are no faster on an H200; see lab/logs/prefill.md."""
 
 
 @gluon.jit
@@ -45,8 +45,8 @@ def _multiply_tile(
     part: gl.constexpr, COLUMNS: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: its 64 tokens of a tile of COLUMNS columns, from step `at` of the ring on;
-    the step after it."""
+    """Multiplies the 64 tokens of warpgroup `part` in a tile of COLUMNS columns. Starts at step
+    `at` of the ring, and returns the step after the tile."""
     ROWS: gl.constexpr = _TOKENS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
@@ -58,7 +58,7 @@ def _multiply_tile(
         w = w_ring.index(stage).slice(0, 2 * COLUMNS, dim=0)
         acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        # The product before this one is done, and its place free.
+        # The previous product is done, so its ring stage is free.
         mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1, pred=step > 0)
         at += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -79,7 +79,7 @@ def _multiply(
     part: gl.constexpr, whole: gl.constexpr, pieces: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: its 64 tokens of each tile of this program."""
+    """Multiplies the 64 tokens of warpgroup `part` in each tile of this program."""
     rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
     at = 0
     for tile in range(program, whole, programs):
@@ -122,7 +122,8 @@ def _copy(
     whole: gl.constexpr, pieces: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """The producer. Programs that run together share the rows of few weights, and all tokens."""
+    """The producer warp. Programs that run at the same time read the same few weight rows and all
+    tokens."""
     rows: gl.constexpr = (tokens + _TOKENS - 1) // _TOKENS
     at = 0
     for tile in range(program, whole, programs):
@@ -175,8 +176,8 @@ def _program(
 
 
 def divide(tiles: int, programs: int, most_pieces: int = _MOST_PIECES) -> tuple[int, int]:
-    """How many tiles are multiplied whole, and how many pieces each of the others is cut into: a
-    power of two."""
+    """The number of tiles that are multiplied whole, and the number of pieces, a power of two, into
+    which each other tile is cut."""
     rest = tiles % programs
     pieces = most_pieces
     while pieces > 1 and rest * pieces > programs:
@@ -187,7 +188,8 @@ def divide(tiles: int, programs: int, most_pieces: int = _MOST_PIECES) -> tuple[
 def gated_linear(
     x: Array, weight: Array, activation: Activation = "silu", *, target: Target
 ) -> Array:
-    """[tokens, ffn] in bfloat16. ffn is a multiple of COLUMNS, the depth one of DEPTH."""
+    """See `reference.gated_linear`: [tokens, ffn] in bfloat16. ffn is a multiple of COLUMNS, and
+    the number of inputs one of DEPTH."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -32,10 +32,10 @@ def gated(gate_up: Array, activation: Activation) -> Array:
 
 
 def sum_parts(parts: Array, dtype: DTypeLike, bias: Array | None = None) -> Array:
-    """The product whose partial sums [parts, tokens, out] these are, in `dtype`.
+    """Adds partial sums [parts, tokens, out] to the product [tokens, out], in `dtype`.
 
-    A bias [out] is added to the sum in float32, before it is rounded (as torch's addmm does, if the
-    parts are in float32).
+    A bias [out] is added in float32, before the sum is rounded. With float32 parts, torch's addmm
+    does the same.
     """
     total = parts[0] if parts.shape[0] == 1 else parts.sum(0)
     if bias is not None:
@@ -44,5 +44,5 @@ def sum_parts(parts: Array, dtype: DTypeLike, bias: Array | None = None) -> Arra
 
 
 def _product(x: Array, weight: Array, dtype: DTypeLike) -> Array:
-    """Accumulated in float32."""
+    """x times the transposed weight, accumulated in float32."""
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

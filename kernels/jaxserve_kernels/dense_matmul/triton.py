@@ -1,8 +1,8 @@
-"""Products of a few tokens with a large weight, at the speed at which the weight can be read.
+"""Products of a few tokens with a large weight, bound by the bandwidth of reading the weight.
 
-The weight is the left operand, so that its rows fill the tensor cores' tall side and the few
-tokens their narrow one. Programs share the rows of a tile by splitting the input dimension; their
-float32 partial sums are added by whoever reads the result, so no pass is spent on it.
+The weight is the left operand: its rows fill the tall side of the tensor cores' tiles, and the few
+tokens the narrow one. Several programs share the rows of a tile by splitting the inputs. The reader
+of the result adds their float32 partial sums, which saves a kernel.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _gated(
     tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange."""
+    """A gated product. A tile is ROWS / 2 rows of gate and the same rows of up, so a program has
+    both factors."""
     half: tl.constexpr = ROWS // 2
     lane = tl.arange(0, ROWS)
     row = tl.program_id(0) * half + lane % half + (lane // half) * n
@@ -87,7 +88,7 @@ def _gated(
 
 
 def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
-    """Partial sums float32 [config.splits, tokens, out]."""
+    """See `matmul.linear`: partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
     return triton_call(
@@ -107,7 +108,7 @@ def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
 def gated_linear(
     x: Array, weight: Array, config: Config, activation: Activation = "silu", *, target: Target
 ) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
+    """See `reference.gated_linear`: [tokens, ffn] in x's dtype. `config.splits` is ignored."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
     return triton_call(

@@ -1,8 +1,8 @@
 """Products of a few tokens, launched early (PDL): weights are copied before the inputs exist.
 
-As in `triton.py` the weight is the left operand and programs may share the rows of a tile by
-splitting the input. Here each program fills a ring of tiles of the weight in shared memory, and
-only then waits for the kernels before it. So the memory streams while they run.
+As in `triton.py` the weight is the left operand, and programs may share the rows of a tile by
+splitting the inputs. Here each program first fills a ring in shared memory with tiles of the
+weight, and then waits for the earlier kernels. So weights are read from memory while those run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from jaxserve_kernels.triton_activation import sigmoid_of
 from jaxserve_kernels.triton_call import triton_call
 
 _RESERVED = 1024
-"""Bytes of shared memory that each program takes beside its own."""
+"""Bytes of shared memory that CUDA reserves for each program."""
 _MOST_RESIDENT = 4
-"""Programs on a multiprocessor whose rings are still deep enough."""
+"""The most programs on a multiprocessor: with more, their rings would not be deep enough."""
 
 
 @gluon.jit
@@ -42,7 +42,7 @@ def accumulate(
 ):  # fmt: skip
     """Weight rows `row` times the tokens over `steps` of the input from `start`.
 
-    The next kernel may be brought in before this one reads (NEXT_FIRST), or when it has read.
+    NEXT_FIRST: the next kernel may start before this one reads its weights, not only after.
     """
     ahead: gl.constexpr = STAGES - 1
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(1, copy)), 1)
@@ -75,8 +75,8 @@ def accumulate(
         stage = step % STAGES
         inputs = x_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(w_ring.index(stage), inputs, acc, is_async=True)
-        # Copies begun between the fence and the product would cost another fence: the compiler
-        # cannot tell that they write to other stages than it reads.
+        # Copies issued between the fence and the product would cost another fence: the compiler
+        # cannot tell that they write other stages than the product reads.
         later = step + ahead
         if later < steps:
             stage = later % STAGES
@@ -125,7 +125,7 @@ def _gated(
     ROWS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, NEXT_FIRST: gl.constexpr,
     GATED: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """A tile is ROWS / 2 rows of gate and the same rows of up."""
+    """A gated product. A tile is ROWS / 2 rows of gate and the same rows of up."""
     half: gl.constexpr = ROWS // 2
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -153,7 +153,7 @@ def _gated(
 
 
 def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
-    """Partial sums float32 [config.splits, tokens, out]."""
+    """See `matmul.linear`: partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
     tiles = triton.cdiv(n, config.rows)
@@ -175,7 +175,7 @@ def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
 def gated_linear(
     x: Array, weight: Array, config: Config, activation: Activation = "silu", *, target: Target
 ) -> Array:
-    """[tokens, ffn] in x's dtype; `config.splits` has no meaning here."""
+    """See `reference.gated_linear`: [tokens, ffn] in x's dtype. `config.splits` is ignored."""
     tokens, k = x.shape
     n = weight.shape[0] // 2
     programs, steps = 2 * n // config.rows, k // config.depth
@@ -196,11 +196,12 @@ def gated_linear(
 def _launch(
     tokens: int, programs: int, steps: int, config: Config, *, target: Target
 ) -> dict[str, int | bool]:
-    """How programs of so many steps fill the multiprocessors: each holds as many as there are for
-    it, at most four, whose rings of tiles share its memory. If there are more it holds three, and
-    the next begin where others end.
+    """Launch arguments of `programs` programs with `steps` steps each.
 
-    When the next kernel may be brought in was measured on an H200; see lab/logs/decode.md.
+    All programs run at once if each multiprocessor needs at most four, whose rings share its shared
+    memory. Otherwise a multiprocessor runs three at a time.
+
+    NEXT_FIRST was measured on an H200; see lab/logs/decode.md.
     """
     columns = max(8, triton.next_power_of_2(tokens))
     tile = 2 * (config.rows + columns) * config.depth

@@ -42,9 +42,10 @@ def experts(
     activation: ExpertActivation = "silu",
     target: Target,
 ) -> Array:
-    """See `reference.experts`: partial sums [parts, tokens, embed], as of `matmul.linear`.
+    """See `reference.experts`: partial sums [parts, tokens, embed], like those of `matmul.linear`.
 
-    Each choice of a token's may be a part: of few tokens in float32, of many rounded.
+    There is one part, or one for each of a token's k experts. The k parts are float32 for few
+    tokens, and in x's dtype for many.
     """
     return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
 

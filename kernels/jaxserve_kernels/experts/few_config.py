@@ -1,4 +1,4 @@
-"""For which tokens and weights a router and its experts are three kernels."""
+"""Which tokens and weights the three kernels for few tokens accept: see `routed`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxserve_kernels.weights import is_quantized
 def scoring_refuses(
     x: Array, update: Array | None, router: Array, *, target: Target
 ) -> Refusal | None:
-    """Whether the norm of x [tokens, embed] and the router's product are one kernel."""
+    """Why one kernel cannot compute the norm of x [tokens, embed] and the router's product; None if
+    it can."""
     if update is None:
         return Refusal("there is nothing to add")
     return _unlike_a_decode_step(x, target) or (
@@ -29,7 +30,7 @@ def scoring_refuses(
 def refuses(
     x: Array, scores: Array, w: ExpertWeights, shared: ExpertWeights | None, *, target: Target
 ) -> Refusal | None:
-    """Whether programs find the experts of x [tokens, embed] themselves."""
+    """Why `triton_few` cannot compute the experts of x [tokens, embed]; None if it can."""
     refusal = _unlike_a_decode_step(x, target)
     if refusal is not None:
         return refusal
@@ -63,7 +64,7 @@ def _unlike_a_decode_step(x: Array, target: Target) -> Refusal | None:
 
 
 def _alike(stack: Any, one: Any) -> bool:
-    """Whether a weight is stored as each of a stack is."""
+    """Whether a weight has the same format and shape as each weight of a stack."""
     if type(stack) is not type(one) or stack.shape[1:] != one.shape:
         return False
     if is_quantized(one) and (one.reordered is not None or one.operand is None):

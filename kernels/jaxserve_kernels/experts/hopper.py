@@ -1,11 +1,14 @@
-"""Products of many tokens with their experts on Hopper: rows of a weight are the left operand.
+"""Products of many tokens with their experts on Hopper: weight rows are the left operand.
 
-A program walks over tiles of 256 rows of an expert's weight (gate beside up, or 256 of down) and up
-to 160 of its tokens, so that most experts of 128 tokens are one tile, and their weights are read
-once. A producer copies both into rings in shared memory (`hopper_copy`), also while the tile before
-is being stored; each of two warpgroups multiplies half of the rows (`hopper_sums`). Gate and up
-gather their tokens. Hidden tokens lie in their experts' order, so that a tile of down is a block of
-rows; those past an expert's end are the next one's, and are multiplied for nothing.
+A program walks over tiles of 256 weight rows of one expert (128 of gate and 128 of up, or 256 of
+down) by up to 160 of its tokens. So most experts with about 128 tokens are one tile, and their
+weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`), even
+while the previous tile is being stored. Each of two warpgroups multiplies half of the rows
+(`hopper_sums`).
+
+Gate and up gather their tokens. The hidden activations are stored in expert order, so a tile of
+down reads consecutive rows. Rows past the end of an expert belong to the next one; their products
+are discarded.
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
 TOKENS = MAIN + BOX
-"""Of a tile, at most."""
+"""The most tokens of a tile."""
 _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
 _DOWN = gl.constexpr(0)
-"""In place of what `activation.gating` gives."""
+"""Values of GATED beside those of `activation.gating`: down product, gpt-oss's activation."""
 _OSS = gl.constexpr(3)
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
@@ -56,8 +59,10 @@ def _blocks(
     ends_ptr, block_ptr,
     experts: tl.constexpr, count: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Of each block its expert, and where its tokens begin and end; and how many blocks there are.
-    An expert's blocks have as many tokens each, but for rounding."""
+    """Stores each block's expert, the begin and end of its tokens, and the number of blocks.
+
+    An expert's tokens are divided evenly over its blocks.
+    """
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     there = lane < experts
@@ -79,7 +84,7 @@ def _blocks(
 
 @gluon.jit
 def _gated(gate, up, GATED: gl.constexpr):
-    """`reference.swiglu_oss`, or `gated_sums`: in float32."""
+    """`reference.swiglu_oss` or `gated_sums`, in float32."""
     if GATED == _OSS:
         gate = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), _LIMIT)
         up = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -_LIMIT), _LIMIT)
@@ -94,8 +99,10 @@ def _places(
     order_ptr, weights_ptr, first, end, tokens, choices: gl.constexpr,
     TOKENS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Rows of the result of the pairs from `first` on, -1 past the last; of down by choice and
-    token, and by what each result is multiplied."""
+    """Result rows of the pairs from `first` on, -1 past the last one, and the pairs' weights.
+
+    The result of down is in the order of choice and token, that of gate and up in expert order.
+    """
     place = first + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
     there = place < end
     factor = 1.0
@@ -109,7 +116,7 @@ def _places(
 
 @gluon.jit
 def _store(values, out_ptr, rows, column, n: gl.constexpr):
-    """Values [columns, tokens] to the tokens' rows."""
+    """Stores values [columns, tokens] in the tokens' rows of out."""
     flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     out = gl.convert_layout(values.to(gl.bfloat16), flat)
     rows = gl.convert_layout(rows, gl.SliceLayout(0, flat))
@@ -124,7 +131,7 @@ def _finish(
     left, right, out_ptr, places, column, second: gl.constexpr,
     n: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Sums [HALF, tokens] of either half of a tile to memory."""
+    """Stores the results of both halves of a tile, from their sums [HALF, tokens]."""
     if GATED == _DOWN:
         factor = gl.convert_layout(places[1], gl.SliceLayout(0, left.type.layout))
         factor = gl.expand_dims(factor, 0)
@@ -143,7 +150,7 @@ def _biased(acc, bias_ptr, column, n: gl.constexpr):
 
 @gluon.jit
 def _halves(values):
-    """Of the tokens: the first and the other."""
+    """The first half of the tokens, and the second."""
     tokens: gl.constexpr = values.shape[1] // 2
     return gl.split(values.reshape([HALF, 2, tokens]).permute((0, 2, 1)))
 
@@ -157,8 +164,11 @@ def _multiply_tile(
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: its 64 rows of either half of a tile, from step `at` of the rings on; the
-    step after it. The other half is `second` behind the first. TAIL: the tile has a box more."""
+    """Multiplies and stores the rows of warpgroup `part`: 64 of each half of a tile.
+
+    Starts at step `at` of the rings, and returns the step after the tile. The second half begins
+    `second` rows after the first. TAIL: the tile has one box of tokens more.
+    """
     QUARTER: gl.constexpr = _MAIN // 2
     column += part * HALF
     first = _places(order_ptr, weights_ptr, begin, end, tokens, choices, QUARTER, GATED)
@@ -210,7 +220,7 @@ def _multiply(
     tiles = gl.load(block_ptr + 3 * count) * columns
     expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        # Read while this tile is multiplied.
+        # The next tile's block is loaded while this tile is multiplied.
         later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
         column = tile % columns * step
         if end - begin > _MAIN:
@@ -238,7 +248,7 @@ def _program(
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
-    """n: columns of the result. k: inputs of the weight, of which tokens have `inputs`."""
+    """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them."""
     gather: gl.constexpr = GATED != _DOWN
     panels: gl.constexpr = 1 if KIND == PLAIN else 2
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -291,8 +301,8 @@ def experts(
     *,
     target: Target,
 ) -> Array:
-    """See `reference.experts`: a part for each choice of a token's, rounded. For what
-    `config.hopper_refuses` does not."""
+    """See `reference.experts`. The result has a part for each of a token's k experts, rounded to
+    x's dtype. `config.hopper_refuses` must accept the arguments."""
     tokens, embed = x.shape
     count = w.gate_up.shape[0]
     order, ends = triton_route.order(ids, count, target=target)
@@ -324,8 +334,8 @@ def _product(
     gated: int,
     target: Target,
 ) -> Array:
-    """[pairs, n]: gated, of tokens x, in the experts' order; else of hidden ones in that order, by
-    choice and token."""
+    """One product, [pairs, n]. Gated, x are the tokens and the result is in expert order. Otherwise
+    x are hidden activations in expert order and the result is in the order of choice and token."""
     count, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"

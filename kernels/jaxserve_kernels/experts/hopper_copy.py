@@ -1,4 +1,4 @@
-"""The producers of `hopper.py`: they fill its rings with tokens and rows of a weight."""
+"""The producer warps of `hopper.py`: they fill its rings with tokens and weight rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS, DEPTH = 128, 64
-"""Rows of a weight, of which a tile has twice as many; inputs of a panel of tokens."""
+"""Half of a tile's weight rows; inputs of a panel of tokens."""
 MAIN, BOX = 128, 32
-"""Tokens that each tile has, and those that are copied at once: a tile may have a box more."""
+"""Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
 _ROWS = gl.constexpr(ROWS)
 _DEPTH = gl.constexpr(DEPTH)
 _MAIN = gl.constexpr(MAIN)
@@ -24,7 +24,7 @@ _BOXES = gl.constexpr(MAIN // BOX)
 
 @gluon.jit
 def block_at(block_ptr, tile, count: gl.constexpr, columns: gl.constexpr):
-    """Of a tile its expert, and where its tokens begin and end."""
+    """A tile's expert, and the begin and end of its tokens."""
     block = gl.minimum(tile // columns, count - 1)
     expert = gl.load(block_ptr + block)
     begin = gl.load(block_ptr + count + block)
@@ -34,7 +34,7 @@ def block_at(block_ptr, tile, count: gl.constexpr, columns: gl.constexpr):
 
 @gluon.jit
 def _copy_weight(w, w_ring, bar, stage, row, step, second: gl.constexpr, k: gl.constexpr):
-    """Rows of 64 inputs, or tiles of the codes of 64 rows and 128 inputs."""
+    """Copies rows of 64 inputs, or code tiles of 64 rows by 128 inputs."""
     if w.dtype == gl.bfloat16:
         place = w_ring.index(stage)
         tma.async_load(w, [row, step * _DEPTH], bar, place.slice(0, _ROWS, dim=0))
@@ -79,7 +79,7 @@ def _gather_tile(
     second: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Only boxes in which there are tokens."""
+    """Gathers the tokens of one tile. Boxes without tokens are skipped."""
     boxes: gl.constexpr = _BOXES + 1 if TAIL else _BOXES
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, _BOX, gl.SliceLayout(1, flat))
@@ -114,7 +114,7 @@ def _gather_tile(
 
 @gluon.jit
 def _gather(place, source, there, panel: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr):
-    """A panel of a box; the weight's inputs beyond the tokens' are multiplied with 0."""
+    """Gathers one panel of a box. Inputs that only the padded weight has are filled with 0."""
     source += panel * _DEPTH
     if inputs < k:
         there, _ = gl.broadcast(there, source)
@@ -125,7 +125,7 @@ def _gather(place, source, there, panel: gl.constexpr, inputs: gl.constexpr, k: 
 
 @gluon.jit
 def _arrive(ready, at, STAGES: gl.constexpr):
-    """The copies of step `at` are done, if there is one."""
+    """Signals that the copies of step `at` are done, if there is such a step."""
     fence_async_shared()
     gl.barrier()
     mbarrier.arrive(ready.index((at + STAGES) % STAGES), count=1, pred=at >= 0)
@@ -159,11 +159,11 @@ def copy(
     choices: gl.constexpr, GATHER: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What is multiplied in each step of each of the program's tiles. Programs that run together
-    share the tokens of a block.
+    """Copies the tokens and weights of every step of each of the program's tiles. Programs that run
+    at the same time share the tokens of a block.
 
-    x is a descriptor of tokens in their experts' order; with GATHER a pointer to tokens in their
-    own order, which TMA cannot gather: four warps copy them by `cp.async`.
+    x is a descriptor of tokens in expert order. With GATHER it is a pointer to tokens in their
+    original order. TMA cannot gather those, so four warps copy them by `cp.async`.
     """
     at = 0
     tiles = gl.load(block_ptr + 3 * count) * columns
@@ -183,7 +183,8 @@ def copy(
             )  # fmt: skip
         expert, begin, end = later
     if GATHER:
-        # Steps that gathered tokens may be under way: a place is freed when the next is multiplied.
+        # Gathers of up to STAGES - 2 steps may still be in flight: a ring slot becomes free only
+        # when the step after it is multiplied.
         async_copy.wait_group(0)
         for left in gl.static_range(STAGES - 2):
             _arrive(ready, at - (STAGES - 2) + left, STAGES)

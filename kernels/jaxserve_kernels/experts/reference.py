@@ -1,6 +1,7 @@
 """The definition of routers and experts (Shazeer et al. 2017), in plain JAX.
 
-Routers: Qwen3-MoE (arXiv 2505.09388) and gpt-oss (arXiv 2508.10925) as transformers has them.
+The routers are those of Qwen3-MoE (arXiv 2505.09388) and gpt-oss (arXiv 2508.10925), as
+transformers implements them.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from jaxserve_kernels.weights import is_quantized
 
 
 def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
-    """A token's experts, those of its largest logits, and by what their results are multiplied.
+    """Picks the k experts with the largest logits for each token, and the weights of their results.
 
-    softmax: p = softmax over all logits; sigmoid: p = sigmoid of each. With `routing.normalize` the
-    chosen ones are divided by their sum.
+    A weight is the softmax over all logits, or the sigmoid of its own (`routing.scoring`). With
+    `routing.normalize` a token's weights are divided by their sum.
 
     Args:
       logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them. Columns
-        after the last expert are not read: a router's matrix may have more rows.
+        after the last expert are ignored: a router's matrix may have more rows.
       bias: [experts], added to the logits.
 
     Returns:
-      int32 [tokens, k], by falling logit, the lower one first of equals; and float32 [tokens, k].
+      Expert ids int32 [tokens, k], by falling logit, ties by rising id; and their weights, float32
+      [tokens, k].
     """
     logits = logits.astype(jnp.float32)
     if logits.ndim == 3:
@@ -55,14 +57,14 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
 def experts(
     x: Array, ids: Array, weights: Array, w: ExpertWeights, activation: ExpertActivation
 ) -> Array:
-    """The sum over a token's experts of weight * expert(x), [1, tokens, embed] in x's dtype::
+    """The sum of weight * expert(x) over a token's experts, [1, tokens, embed] in x's dtype::
 
         hidden = act(x @ gate_up.T + gate_up_bias)
         expert(x) = hidden @ down.T + down_bias
 
     Products are accumulated in float32. hidden is rounded to x's dtype before and after the
-    activation; the sum over experts is in float32. One expert after the other is multiplied with
-    all tokens, so that not more than one is there in float32.
+    activation. The sum over experts is in float32. A loop multiplies one expert at a time with all
+    tokens, so that only one dequantised expert is in memory.
 
     Args:
       x: [tokens, embed].
@@ -80,7 +82,7 @@ def experts(
 
 
 def swiglu_oss(gate_up: Array) -> Array:
-    """gpt-oss's gating, in float32, of gate_up [tokens, 2 * width]: [tokens, width]::
+    """gpt-oss's gated activation of gate_up [tokens, 2 * width]: [tokens, width], in float32::
 
     gate = min(gate, 7); up = clip(up, -7, 7)
     (up + 1) * gate * sigmoid(1.702 * gate)
@@ -93,7 +95,7 @@ def swiglu_oss(gate_up: Array) -> Array:
 
 
 def _expert(x: Array, w: ExpertWeights, activation: ExpertActivation) -> Array:
-    """float32 [tokens, embed] of one expert, whose weights have no leading axis."""
+    """One expert's result, float32 [tokens, embed]. Its weights have no axis of experts."""
     gate_up = _product(x, w.gate_up, w.gate_up_bias).astype(x.dtype)
     hidden = swiglu_oss(gate_up) if activation == "swiglu_oss" else gated(gate_up, activation)
     return _product(hidden, w.down, w.down_bias)

@@ -1,7 +1,8 @@
 """A layer's router and its experts together: picks the implementations.
 
-Of few tokens, with programmatic dependent launch, they are three kernels. Else they are the
-operations that these are made of.
+For few tokens, with programmatic dependent launch (PDL), three kernels compute everything:
+`norm_and_score` is one, `routed_experts` the other two. Otherwise both functions call the separate
+operations `add_rms_norm`, `linear`, `route` and `experts`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def norm_and_score(
     bias: Array | None = None,
     target: Target,
 ) -> tuple[Array, Array, Array]:
-    """`add_rms_norm`, and the product of the tokens that it gives with router [rows, embed].
+    """`add_rms_norm`, then the router's scores: the normed tokens times router [rows, embed].
 
     Returns:
-      x and the normed tokens, both [tokens, embed]; and float32 [parts, tokens, rows], partial sums
-      as of `matmul.linear`.
+      x and the normed tokens, both [tokens, embed]; and the scores, float32 [parts, tokens, rows],
+      partial sums like those of `matmul.linear`.
     """
     return _SCORE(x, update, weight, router, bias, eps=eps, target=target)
 
@@ -52,14 +53,14 @@ def routed_experts(
     activation: ExpertActivation = "silu",
     target: Target,
 ) -> Array:
-    """`experts` of tokens that `route` routes by their scores, and their shared expert.
+    """Routes tokens by their scores (`route`), and runs their experts and the shared expert.
 
     Args:
       x: [tokens, embed].
-      scores: float32 [parts, tokens, rows], of `norm_and_score`.
+      scores: float32 [parts, tokens, rows], from `norm_and_score`.
       bias: [experts], the router's.
-      shared: of the expert that every token has, without an axis of experts: `add_shared_expert`.
-        The score after the experts' is its own.
+      shared: the weights of the expert that every token uses (`add_shared_expert`), without an axis
+        of experts. Its score is the column after those of the experts.
 
     Returns:
       Partial sums [parts, tokens, embed], in float32 or x's dtype.

@@ -1,14 +1,14 @@
-"""Products of tokens with their experts: each touched expert's weight is read once for all of its
-tokens, as far as they fit one tile.
+"""Products of tokens with their experts. An expert's weight is read once for all of its tokens, if
+they fit one tile.
 
-As in `dense_matmul/triton.py` the weight is the left operand, so that few tokens waste little. A
-program takes some rows of the weight of one expert, and some of the tokens that lie together after
-`triton_route.order`. Which expert that is it finds from how many each has: the grid is as large as
-it may have to be, and programs without tokens end at once.
+As in `dense_matmul/triton.py` the weight is the left operand, so that few tokens waste little of
+the tensor cores. `triton_route.order` sorts the (token, choice) pairs by expert. A program takes
+some weight rows of one expert and a block of its pairs, and finds both from the number of pairs of
+each expert. The grid is as large as the worst case, and programs without tokens end at once.
 
-While the kernels before them run, the first programs may have their codes brought to the L2 cache
-(`Launch.ahead`): those of gate and up guess that every expert has a token, those of down know, from
-lists that are there as soon as gate and up have waited for them.
+With PDL the first programs may prefetch codes to the L2 cache while earlier kernels run
+(`Launch.ahead`). `_gate_up` does not know the experts yet, and guesses that each one has a token.
+`_down` reads the lists, which are complete before `_gate_up` lets it start.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.triton_prefetch import ask_for
 
 _PLAIN = tl.constexpr(-2)
-"""In place of a `weights.Kind`: the weight is an array."""
+"""Stands for an unquantised weight where a `weights.Kind` is expected."""
 _OSS = tl.constexpr(3)
-"""In place of what `activation.gating` gives: gpt-oss's."""
+"""gpt-oss's activation; beside the values of `activation.gating`."""
 _GATE_UP_AHEAD = tl.constexpr(8)
 _DOWN_AHEAD = tl.constexpr(8)
-"""Tiles of inputs that are brought to the L2 cache before a kernel can begin."""
+"""Tiles of inputs per row block that a program prefetches to the L2 cache."""
 _ALPHA = tl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
 
@@ -55,8 +55,11 @@ def block_of(
     ids_ptr, ends_ptr, experts: tl.constexpr, ONE: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The program's expert, and from where to where its tokens lie, at most TOKENS of which are the
-    program's; an expert beyond the last: there are none. ONE: of one token, each pair is alone."""
+    """The program's expert, its first pair in expert order, and the end of the expert's pairs.
+
+    The program takes up to TOKENS pairs from the first on. `experts` or more as the expert: it has
+    no pairs. ONE: the step has a single token, so each pair is a block.
+    """
     block = tl.program_id(1)
     if ONE:
         expert = tl.load(ids_ptr + block)
@@ -79,7 +82,7 @@ def block_of(
 
 @triton.jit
 def _within(row, n: tl.constexpr, size: tl.constexpr):
-    """Rows of a tile of `size`; past the last of n rows, that one."""
+    """Rows of a tile of `size`, those past the last of n rows replaced by the last one."""
     if n % size:
         row = tl.minimum(row, n - 1)
     return row
@@ -90,8 +93,11 @@ def _ask_for_rows(
     packed_ptr, expert, first, last: tl.constexpr, rows: tl.constexpr, size: tl.constexpr,
     k: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Has the first tiles of inputs of an expert's rows brought to the L2 cache: of `rows` from
-    `first` on, or those that end before `last`. A warp asks for a tile's at a time."""
+    """Prefetches the first TILES input tiles of an expert's rows to the L2 cache.
+
+    The rows are `rows` from `first` on, moved down where they would end after `last`. Each warp
+    requests one tile at a time.
+    """
     depth: tl.constexpr = 64 if KIND == NVFP4 else 128
     width: tl.constexpr = depth // 4 if KIND >= INT4 else depth // 2
     block: tl.constexpr = 64 if rows > 64 else rows  # rows that lie together in a tile
@@ -132,8 +138,8 @@ def _sums(
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, UNPACK: tl.constexpr,
     DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """An expert's rows `row` times the tokens in the rows `source` of x, of which there are
-    `sources`; beyond that tokens are 0."""
+    """An expert's weight rows `row` times the tokens x[source]. x has `sources` rows; a larger
+    source counts as 0."""
     expert = expert.to(tl.int64)
     packed = packed_ptr + expert * packed_size
     if KIND == _PLAIN:
@@ -173,10 +179,11 @@ def _gate_up(
     AHEAD: tl.constexpr, WARPS: tl.constexpr, LATE: tl.constexpr, UNPACK: tl.constexpr = None,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Pair after pair as they lie together: activation(gate) * up, [pairs, n].
+    """activation(gate) * up of each pair, in expert order: [pairs, n].
 
-    A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange.
-    LATE: the next kernel reads the lists before it waits for this one.
+    A tile is ROWS / 2 rows of gate and the same rows of up, so a program has both factors.
+    LATE: start the next kernel only after this one's wait, because it reads the lists before its
+    own.
     """
     half: tl.constexpr = ROWS // 2
     lane = tl.arange(0, ROWS)
@@ -231,7 +238,7 @@ def _down(
     STAGES: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
     UNPACK: tl.constexpr = None, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Of hidden tokens pair after pair as they lie together: results times the pairs' weights,
+    """Hidden activations [pairs, k] in expert order times down, times the pairs' weights:
     [choices, tokens, n]."""
     out_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = _within(out_row, n, ROWS)
@@ -279,7 +286,8 @@ def experts(
     *,
     target: Target,
 ) -> Array:
-    """See `reference.experts`: [k, tokens, embed] in float32, or one part of many tokens."""
+    """See `reference.experts`. With `config.parts` the result is float32 [k, tokens, embed], else
+    [1, tokens, embed] in x's dtype."""
     tokens, embed = x.shape
     pairs = ids.size
     order, ends = ids, ids
@@ -326,7 +334,7 @@ def _launch(
     n: int,
     target: Target,
 ) -> dict[str, Any]:
-    """What both products are launched with. n: of the result."""
+    """Launch arguments that both products share. n: width of the result."""
     experts, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"

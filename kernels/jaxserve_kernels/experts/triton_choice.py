@@ -1,4 +1,4 @@
-"""A router's choice by those who need it: each program finds its expert from all scores."""
+"""The router's choice inside another kernel: each program finds its expert from all scores."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 _REMOVED = gl.constexpr(-(2**31))
-"""Below the key of any score."""
+"""Key of a score that was already chosen: below the key of any score."""
 
 
 @gluon.jit
 def _score(key):
-    """Of `chosen`'s integer."""
+    """The score of a key: see `chosen`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
@@ -21,14 +21,16 @@ def chosen(
     K: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
     BIAS: gl.constexpr, SHARED: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The expert of a pair of a token and a choice; whether no token before it has the expert;
-    which choice of each token it is, or -1, and with what weight: see `reference.route`.
+    """Finds the expert of a (token, choice) pair: see `reference.route`.
 
-    SHARED: the pair after the last is that of the expert that all tokens have, as choice K.
+    Returns the expert; whether no earlier token has chosen it; which choice of each token it is, -1
+    if none; and its weight for each token.
 
-    A warp looks at all scores of its tokens, as integers of the same order: it has the largest
-    integer in one instruction. Scores come from the cache that all multiprocessors share: this
-    one's own may still have what an earlier layer had in the same place.
+    SHARED: the pair after the last one is the shared expert, choice K of every token.
+
+    A warp looks at all scores of its tokens. It maps them to integers (keys) of the same order,
+    because it can find the largest integer in one instruction. Scores are read from the L2 cache:
+    the multiprocessor's own cache may still hold an earlier layer's scores at the same address.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, EXPERTS // 32], [1, 32], [WARPS, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))

@@ -1,9 +1,11 @@
-"""The experts of few tokens as two kernels of a launch chain (PDL), with nothing before them.
+"""The experts of few tokens as two kernels of a launch chain (PDL), without a routing kernel.
 
-Each program finds its expert, and that expert's tokens, from all scores. There is one for each pair
-of a token and a choice; those whose expert a token before has too end at once. `_gate_up` starts
-the kernel after it when scores are there, not before. So `_down` reads scores before it waits, and
-fills its rings with the experts' weights while `_gate_up` runs. A shared expert is one pair more.
+There are programs for each (token, choice) pair. Each one finds its pair's expert, and all tokens
+of that expert, from the scores. If an earlier token has chosen the same expert, it ends at once.
+
+`_gate_up` lets the next kernel start only after its own wait for the scores. So `_down` may read
+the scores before it waits, and fills its rings with the experts' weights while `_gate_up` runs. A
+shared expert is one more pair.
 """
 
 from __future__ import annotations
@@ -37,19 +39,19 @@ from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 
 _PLAIN = gl.constexpr(-2)
-"""In place of a `weights.Kind`: the weight is an array."""
+"""Stands for an unquantised weight where a `weights.Kind` is expected."""
 _OSS = gl.constexpr(3)
-"""In place of what `activation.gating` gives: gpt-oss's."""
+"""gpt-oss's activation; beside the values of `activation.gating`."""
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 _ROWS = 64
 _RESERVED = 1024
-"""Bytes of shared memory that each program takes beside its own."""
+"""Bytes of shared memory that the system reserves for each program."""
 
 
 @gluon.jit
 def _of_columns(values, tokens: gl.constexpr, layout: gl.constexpr):
-    """A number for each token as one for each column of a product."""
+    """Values per token, as values per column of a product."""
     if tokens == 1:
         values = gl.sum(values, axis=0)
     else:
@@ -59,7 +61,7 @@ def _of_columns(values, tokens: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _store(values, out_ptr, place, there, n: gl.constexpr):
-    """To the rows `place` of out, one for each column that is there."""
+    """Stores each column whose `there` is set in the row `place` of out."""
     rows: gl.constexpr = values.shape[0]
     row = gl.program_id(0) * rows + gl.arange(0, rows, gl.SliceLayout(1, values.type.layout))
     mask, _ = gl.broadcast(there[None, :], values)
@@ -85,7 +87,7 @@ def _sums(
     ZERO: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """An expert's rows times the tokens at x."""
+    """An expert's weight rows times the tokens at x_ptr."""
     packed = _expert_at(packed_ptr, shared_packed_ptr, expert, shared, packed_size, SHARED)
     program = gl.program_id(0)
     if KIND == _PLAIN:
@@ -139,8 +141,11 @@ def _gate_up(
     TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """activation(gate) * up of all tokens with the expert of each pair that is its expert's first:
-    [pairs, tokens, n], of which only tokens that have the expert are written."""
+    """activation(gate) * up, [pairs, tokens, n].
+
+    The first pair of each expert writes the rows of all tokens that have the expert. Other rows are
+    not written.
+    """
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -181,8 +186,8 @@ def _down(
     TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """Of what `_gate_up` makes: each choice's result times its weight, [K, tokens, n], and one
-    more of a shared expert."""
+    """From the result of `_gate_up`: each choice's output times its weight, [K, tokens, n]; with a
+    shared expert [K + 1, tokens, n]."""
     pair = gl.program_id(1)
     expert, first, choice, weight = chosen(
         early_scores_ptr, router_bias_ptr, pair, tokens, scored, experts, K, EXPERTS, SIGMOID,
@@ -217,10 +222,10 @@ def experts(
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
-    """See `routed.routed_experts`, of scores in one part: float32, a part for each choice and one
-    for a shared expert."""
+    """See `routed.routed_experts`. The scores have one part. The result is float32, with a part for
+    each choice and one for a shared expert."""
     (tokens, embed), k = x.shape, routing.top_k
-    columns = max(8, triton.next_power_of_2(tokens))  # of the tensor cores' smallest product
+    columns = max(8, triton.next_power_of_2(tokens))  # the tensor cores' smallest product
     constants = {
         "tokens": tokens, "scored": scores.shape[-1], "experts": routing.num_experts, "K": k,
         "EXPERTS": max(32, triton.next_power_of_2(routing.num_experts)),
@@ -258,7 +263,7 @@ def _suffix(weight: Any) -> str:
 
 
 def _arrays(weight: Any, shared: Any, bias: Array | None) -> tuple[Array, ...]:
-    """Of a stack, of a shared expert (or the stack again), and a bias (or any array)."""
+    """The arrays of a stack, of a shared expert (else the stack's again), and a bias (else any)."""
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
     one = found.arrays
@@ -271,7 +276,8 @@ def _launch(
     pairs: int, tokens: int, weight: Any, bias: Array | None, columns: int, n: int, *,
     target: Target,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of a product. tokens: of a tile; columns: of the tokens; n: of the result."""
+    """Launch arguments of a product. tokens: per tile; columns: inputs per token; n: width of the
+    result."""
     experts, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
@@ -300,7 +306,7 @@ def _launch(
 
 
 def _resident(programs: int, target: Target) -> int:
-    """Programs of a kernel for each multiprocessor: as many as there are, within limits. A single
-    one would leave no room for the next kernel's."""
+    """Programs per multiprocessor: as many as the grid has, within limits. The ring of a single one
+    would leave no room for the next kernel's programs."""
     each = -(-programs // target.gpu.multiprocessors)
     return max(2, min(limits_of(target).few_resident, each))

@@ -1,5 +1,8 @@
-"""A router's choice, and which pairs of a token and an expert lie together, inside a step's launch
-chain: nothing is sorted, each program counts for itself."""
+"""The router's choice of experts, and the sort of (token, expert) pairs by expert.
+
+Both run inside a step's launch chain. No kernel sorts: each program counts the pairs before its
+own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _AT_ONCE = 4096
-"""Pairs that a program of `_order` looks at in one step, at most."""
+"""The most pairs that a program of `_order` looks at in one iteration."""
 
 
 @triton.jit
@@ -25,7 +28,7 @@ def _route(
     K: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, SIGMOID: tl.constexpr,
     NORMALIZE: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One program for each token. NaN counts as -inf."""
+    """One program per token. NaN counts as -inf."""
     token = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     choice = tl.arange(0, CHOICES)
@@ -69,7 +72,7 @@ def _order(
     ids_ptr, order_ptr, ends_ptr,
     pairs: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One program for each expert puts its pairs behind those of the experts before it."""
+    """One program per expert. It stores the expert's pairs after those of all lower experts."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -115,13 +118,14 @@ def route(
 
 
 def order(ids: Array, experts: int, *, target: Target) -> tuple[Array, Array]:
-    """Pairs of a token and an expert by expert, and where each expert's end.
+    """Sorts the (token, choice) pairs by expert.
 
     Args:
-      ids: int32 [tokens, k], each below `experts`.
+      ids: int32 [tokens, k], expert ids, each below `experts`.
 
     Returns:
-      int32 [tokens * k]: token * k + choice; and int32 [experts].
+      The pairs, token * k + choice, int32 [tokens * k]; and the end of each expert's pairs in that
+      list, int32 [experts].
     """
     pairs = ids.size
     block = min(_AT_ONCE, triton.next_power_of_2(pairs))

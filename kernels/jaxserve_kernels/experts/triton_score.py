@@ -1,6 +1,7 @@
-"""Residual add, RMSNorm and a router's product with it as one kernel of a launch chain (PDL).
+"""Residual add, RMSNorm and the router's product as one kernel of a launch chain (PDL).
 
-Each of a token's programs normalises it, and has some rows of the router before the token is there.
+Several programs share a token. Each one loads its rows of the router before it waits for the token,
+and then normalises the token itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _AT_ONCE = 16_384
-"""Elements of the router that a program has in its registers."""
+"""Elements of the router that a program holds in registers."""
 
 
 @triton.jit
@@ -26,8 +27,8 @@ def _norm_and_score(
     parts: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A program scores a token with some rows of the router. All write the same sum, and the first
-    one its norm."""
+    """A program scores one token with some rows of the router. All programs of a token write the
+    same residual sum; the first one writes the norm."""
     column = tl.arange(0, BLOCK)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = (row < n)[:, None] & (column < embed)[None, :]
@@ -53,7 +54,7 @@ def norm_and_score(
     eps: float,
     target: Target,
 ) -> tuple[Array, Array, Array]:
-    """See `routed.norm_and_score`: scores are one part."""
+    """See `routed.norm_and_score`. The scores have one part."""
     tokens, embed = x.shape
     n = router.shape[0]
     block = triton.next_power_of_2(embed)

@@ -1,4 +1,4 @@
-"""What a mixture of experts is made of."""
+"""Types of a mixture of experts: routing parameters, weights and activations."""
 
 from __future__ import annotations
 
@@ -11,56 +11,57 @@ from jax import Array
 from jaxserve_kernels.weights import Operand, is_quantized
 
 type ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oss"]
-"""As `activation.Activation`, and gpt-oss's: `reference.swiglu_oss`."""
+"""`activation.Activation`, or gpt-oss's `reference.swiglu_oss`."""
 
 SWIGLU_OSS_ALPHA, SWIGLU_OSS_LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a router chooses: see `reference.route`."""
+    """How a router chooses experts: see `reference.route`."""
 
     num_experts: int
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
-    """The weights of a token's experts are divided by their sum (`norm_topk_prob`).
+    """Whether the weights of a token's experts are divided by their sum (`norm_topk_prob`).
 
-    gpt-oss takes the softmax over the chosen logits only. That is the softmax over all of them,
-    normalised: the same setting.
+    gpt-oss takes the softmax over the chosen logits only. That equals the normalised softmax over
+    all logits, so gpt-oss uses this setting too.
     """
 
 
 class ExpertWeights(NamedTuple):
-    """Of all experts of a layer, stacked. A weight is an array or quantised (`weights.Quantized`).
+    """The stacked weights of all experts of a layer: arrays, or quantised (`weights.Quantized`).
 
-    A quantised one may have more inputs than its tokens, which makes them a multiple of 128: the
-    codes of the excess must mean finite values, and are multiplied with nothing.
+    A quantised weight may be padded to a multiple of 128 inputs, more than the tokens have. The
+    padding is multiplied by 0, so its codes must decode to finite values.
     """
 
-    gate_up: Any  # [experts, 2 * width, embed]: an expert's rows of gate, then those of up
+    gate_up: Any  # [experts, 2 * width, embed]: each expert's gate rows, then its up rows
     down: Any  # [experts, embed, width]
     gate_up_bias: Array | None = None  # [experts, 2 * width]
     down_bias: Array | None = None  # [experts, embed]
 
     @property
     def width(self) -> int:
-        """Of an expert's hidden layer."""
+        """Width of an expert's hidden layer."""
         return self.gate_up.shape[-2] // 2
 
 
 class Stacked(NamedTuple):
-    """A stacked weight as kernels take it."""
+    """A stacked weight in the form that kernels take."""
 
     arrays: tuple[Array, Array, Array]
-    """As `Operand.arrays`, with the experts as leading axis; of a plain weight the array itself."""
+    """`Operand.arrays` with a leading axis of experts; for an unquantised weight, the weight three
+    times."""
     operand: Operand | None
-    """Of one expert, abstract; None: the weight is plain."""
+    """The operand of one expert, with abstract arrays; None for an unquantised weight."""
 
 
 def stacked(weight: Any) -> Stacked | None:
-    """None: no kernel knows the weight."""
+    """The weight as kernels take it; None if no kernel supports its format."""
     if not is_quantized(weight):
         return Stacked((weight, weight, weight), None)
     one: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weight)

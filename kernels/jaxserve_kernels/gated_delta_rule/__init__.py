@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state forgets and corrects itself."""
+"""The gated delta rule: linear attention with a decaying state that each token corrects."""
 
 from jaxserve_kernels.gated_delta_rule.api import advance_state as advance_state
 from jaxserve_kernels.gated_delta_rule.api import gated_delta_rule as gated_delta_rule

@@ -37,7 +37,7 @@ def rule_outputs(
     config: RuleConfig,
     target: Target,
 ) -> Array:
-    """See `reference.rule_outputs`; no row is computed in blocks."""
+    """See `reference.rule_outputs`. No row may be computed in blocks."""
     return _OUTPUTS(tokens, weights, state, step, layer=layer, config=config, target=target)
 
 
@@ -52,7 +52,7 @@ def advance_state(
     config: RuleConfig,
     target: Target,
 ) -> Array:
-    """See `reference.advance_state`; no row is computed in blocks."""
+    """See `reference.advance_state`. No row may be computed in blocks."""
     return _STATE(qkv, gates, weights, state, step, layer=layer, config=config, target=target)
 
 
@@ -65,8 +65,8 @@ def _configure(*_: Any, config: RuleConfig, target: Target, **__: Any) -> Any:
 
 
 def _op(name: str, function: str) -> Op:
-    """Of a function of `reference` that `triton` has, too, whose `layer` is the last argument but
-    one."""
+    """The operation for a function that both `reference` and `triton` define. `layer` is the
+    function's second to last positional argument."""
 
     def kernel(_: None, *args: Any, layer: int, **options: Any) -> Any:
         from jaxserve_kernels.gated_delta_rule import triton

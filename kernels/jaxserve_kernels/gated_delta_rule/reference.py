@@ -1,5 +1,7 @@
-"""The definition of the gated delta rule in plain JAX, in float32: blocks of a prompt's tokens at
-once, other tokens one by one."""
+"""The definition of the gated delta rule in plain JAX, in float32.
+
+Prompts are computed in blocks of tokens, the other tokens one by one.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 
 _EPS = 1e-6
-"""Of the norms of queries and keys."""
+"""Epsilon of the norms of queries and keys."""
 
 
 class Heads(NamedTuple):
-    """Heads of a layer. Key head j serves the value heads j * n to j * n + n - 1, where there are n
-    times as many of these."""
+    """Heads of a layer. There are n value heads for each key head: key head j serves the value
+    heads j * n to j * n + n - 1."""
 
     key_heads: int
     value_heads: int
@@ -38,17 +40,16 @@ class Heads(NamedTuple):
 
 
 class RuleTokens(NamedTuple):
-    """A step's tokens, as the layer's products and its convolution give them."""
+    """A step's tokens: results of the layer's projections and of its convolution."""
 
     qkv: Array  # [tokens, 2 * keys + values]
-    gates: Array  # [parts, tokens, 2 * value_heads], partial sums: of decays, then of writes
+    gates: Array  # [parts, tokens, 2 * value_heads], partial sums: decay gates, then write gates
     projected: Array
-    """[parts, tokens, columns], partial sums, of which the last `values` columns gate the
-    output."""
+    """[parts, tokens, columns], partial sums. The last `values` columns gate the output."""
 
 
 class RuleWeights(NamedTuple):
-    """Of a layer's heads."""
+    """Weights of a layer's heads."""
 
     a_log: Array  # float32 [value_heads]
     dt_bias: Array  # float32 [value_heads]
@@ -56,17 +57,17 @@ class RuleWeights(NamedTuple):
 
 
 class RuleConfig(NamedTuple):
-    """What a layer's kernels are compiled for."""
+    """Sizes and constants that a layer's kernels are compiled for."""
 
     heads: Heads
     block: int
-    """Tokens of a block."""
+    """Tokens per block."""
     eps: float
-    """Of the output's norm."""
+    """Epsilon of the output's norm."""
 
 
 class Inputs(NamedTuple):
-    """What the recurrence takes of tokens, float32; the dots are any axes."""
+    """Inputs of the recurrence, float32. The dots stand for any leading axes."""
 
     q: Array  # [..., value_heads, key_dim], normed and scaled
     k: Array  # [..., value_heads, key_dim], normed
@@ -76,8 +77,8 @@ class Inputs(NamedTuple):
 
 
 def inputs(qkv: Array, gates: Array, a_log: Array, dt_bias: Array, heads: Heads) -> Inputs:
-    """Norms, scale and gates; see `gated_delta_rule` for the arguments, whose axis of tokens may be
-    missing."""
+    """Splits, norms and scales queries and keys, and computes the gates. The arguments are those of
+    `gated_delta_rule`; their axis of tokens may be missing."""
     wide = qkv.astype(jnp.float32)
     q, k, v = jnp.split(wide, [heads.keys, 2 * heads.keys], axis=-1)
     leading = qkv.shape[:-1]
@@ -98,7 +99,7 @@ def inputs(qkv: Array, gates: Array, a_log: Array, dt_bias: Array, heads: Heads)
 
 
 def one_token(state: Array, token: Inputs) -> tuple[Array, Array]:
-    """The recurrence for one token of one sequence, or several of as many sequences::
+    """The recurrence for one token of one sequence, or of each of several sequences::
 
         S = exp(log_decay) * S
         S = S + k (beta * (v - S^T k))^T
@@ -106,7 +107,7 @@ def one_token(state: Array, token: Inputs) -> tuple[Array, Array]:
 
     Args:
       state: float32 [..., value_heads, key_dim, value_dim].
-      token: the dots are those of the state.
+      token: its leading axes are those of state.
 
     Returns:
       The new state, and o [..., value_heads, value_dim].
@@ -120,22 +121,22 @@ def one_token(state: Array, token: Inputs) -> tuple[Array, Array]:
 
 
 def one_block(state: Array, tokens: Inputs) -> tuple[Array, Array]:
-    """What `one_token` gives for consecutive tokens of a sequence, from products of matrices: the
-    chunked form (Yang et al. 2024, arXiv 2412.06464; its UT transform is in arXiv 2406.06484). In
-    exact arithmetic both are equal. With D[i, j] the product of the decays of
-    tokens j + 1 to i, and c[i] of those up to i::
+    """The recurrence for consecutive tokens of a sequence, as matrix products: the chunked form
+    (Yang et al. 2024, arXiv 2412.06464; its UT transform is in arXiv 2406.06484). In exact
+    arithmetic it equals repeated calls of `one_token`. D[i, j] is the product of the decays of
+    tokens j + 1 to i, and c[i] that of the tokens up to i::
 
         A = strictly lower part of beta * (K K^T * D)
         W = (1 + A)^-1 beta * (V - c * K S)
         O = c * (Q S) + lower part of (Q K^T * D) W
         S = c[last] * S + (D[last] * K)^T W
 
-    D is the exponential of sums that begin at each j: differences of sums from the block's start on
-    would lose the small ones beside the large.
+    D is computed from log decays that are summed separately for each j. Differences of prefix sums
+    would cancel, and lose small decays beside large ones.
 
     Args:
       state: float32 [value_heads, key_dim, value_dim].
-      tokens: the dots are the tokens.
+      tokens: their leading axis is that of the tokens.
 
     Returns:
       The new state, and o [tokens, value_heads, value_dim].
@@ -160,7 +161,7 @@ def one_block(state: Array, tokens: Inputs) -> tuple[Array, Array]:
 
 
 def _times(a: Array, b: Array) -> Array:
-    """a @ b of whole float32."""
+    """a @ b in full float32 precision, without TF32."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -176,17 +177,17 @@ def gated_delta_rule(
     heads: Heads,
     block: int,
 ) -> tuple[Array, Array]:
-    """Each token changes its slot's state and reads it (Yang et al. 2024, arXiv 2412.06464)::
+    """Each token updates its slot's state, then reads it (Yang et al. 2024, arXiv 2412.06464)::
 
         q, k, v = split(qkv)                                  # heads: key, key, value
         q, k = q / |q| / sqrt(key_dim), k / |k|               # |x|: sqrt(sum(x^2) + 1e-6)
         a, b = split(gates)
         log_decay, beta = -exp(a_log) * softplus(a + dt_bias), sigmoid(b)
 
-    and then `one_block` for the tokens that a row computes in blocks (`Rows.blocked`), `one_token`
-    for the others, all in float32. A row at position 0 begins with a state of zeros.
+    Then `one_block` computes the tokens that a row takes in blocks (`Rows.blocked`), and
+    `one_token` the others, all in float32. A row at position 0 begins with a state of zeros.
 
-    Whatever the split into steps and rows, the same numbers are computed in the same order.
+    The result is bitwise the same however a sequence is split into steps and rows.
 
     Args:
       qkv: [tokens, 2 * heads.keys + heads.values].
@@ -195,8 +196,8 @@ def gated_delta_rule(
       state: float32 [layers, slots, value_heads, key_dim, value_dim], updated in place when
         donated.
       layer: index into the first axis of state.
-      step: where the tokens belong.
-      block: tokens of a block.
+      step: slot and position of each token.
+      block: tokens per block.
 
     Returns:
       o [tokens, value_heads, value_dim] in qkv's dtype, and state.
@@ -217,26 +218,26 @@ def gated_delta_rule(
 
 
 class _Carry(NamedTuple):
-    """Of loops over tokens or blocks. All of their numbers are computed inside: outside, XLA might
-    fuse and round differently for other numbers of tokens."""
+    """Carry of the loops over tokens or blocks. All arithmetic is inside the loops: outside, XLA
+    might fuse and round differently for other numbers of tokens."""
 
     slots: Array  # the state of one layer
     outs: Array  # [tokens, value_heads, value_dim]
 
     def begun(self, slot: Array, position: Array) -> Array:
-        """A slot's state before `position`."""
+        """A slot's state before `position`: zeros before position 0."""
         old = lax.dynamic_index_in_dim(self.slots, slot, keepdims=False)
         return jnp.where(position == 0, 0.0, old)
 
     def after(self, slot: Array, new: Array, outs: Array, first: Array) -> _Carry:
-        """With a slot's new state and the output of some tokens."""
+        """A copy with a slot's new state, and with the outputs of tokens from `first` on."""
         slots = lax.dynamic_update_index_in_dim(self.slots, new, slot, 0)
         outs = outs.astype(self.outs.dtype)
         return _Carry(slots, lax.dynamic_update_slice_in_dim(self.outs, outs, first, 0))
 
 
 type _InputsOf = Callable[[Array, Array], Inputs]
-"""Of tokens' qkv and gates."""
+"""Makes the inputs of the recurrence from qkv and gates."""
 
 
 def _block_by_block(
@@ -261,7 +262,7 @@ def _one_by_one(
     tokens: Array,
     count: Array,
 ) -> _Carry:
-    """The first `count` of `tokens`, indices into the step."""
+    """Computes the first `count` of `tokens`, which are indices into the step."""
 
     def advance(number: Array, carry: _Carry) -> _Carry:
         token = tokens[number]
@@ -273,28 +274,28 @@ def _one_by_one(
 
 
 class Blocks(NamedTuple):
-    """Of a step, int32 [tokens // block]; more than there are mean nothing."""
+    """A step's blocks, int32 [tokens // block]. Entries past their number are undefined."""
 
     first: Array
     """Index of the block's first token in the step."""
     slots: Array
     positions: Array
-    """Of that token in its sequence."""
+    """Position of that token in its sequence."""
 
 
 def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
-    """Returns the blocks of a step's rows in their order, and how many there are.
+    """Returns the blocks of a step's rows, in the order of the rows, and their number.
 
     Args:
-      rows: with `blocked`.
-      tokens: of the step.
-      block: tokens of a block.
+      rows: with `blocked` set.
+      tokens: number of tokens of the step.
+      block: tokens per block.
     """
     assert rows.blocked is not None
     counts = rows.blocked // block
     ends = jnp.cumsum(counts)
     number = jnp.arange(tokens // block, dtype=jnp.int32)
-    # Not by bisection, a loop that a GPU's graph of kernels would stop for.
+    # Not by bisection: that is a loop, which would interrupt the CUDA graph.
     row = jnp.searchsorted(ends, number, side="right", method="compare_all")
     row = jnp.minimum(row, counts.shape[0] - 1)
     offset = (number - (ends - counts)[row]) * block
@@ -324,7 +325,7 @@ def rule_and_norm(
         o, state = gated_delta_rule(qkv, gates, a_log, dt_bias, state, layer, step)
         return gated_rms_norm(o, z, norm), state
 
-    with both sums rounded to qkv's dtype. The output is [tokens, values].
+    Both sums are rounded to qkv's dtype. The output is [tokens, values].
     """
     gates = sum_parts(tokens.gates, tokens.qkv.dtype)
     out, state = gated_delta_rule(
@@ -344,7 +345,7 @@ def rule_outputs(
     *,
     config: RuleConfig,
 ) -> Array:
-    """Returns the output of `rule_and_norm`, which leaves the state as it is."""
+    """Returns the output of `rule_and_norm`, and does not update the state."""
     return rule_and_norm(tokens, weights, state, layer, step, config=config)[0]
 
 
@@ -358,13 +359,13 @@ def advance_state(
     *,
     config: RuleConfig,
 ) -> Array:
-    """Returns the state of `gated_delta_rule`; gates are in qkv's dtype."""
+    """Returns the new state of `gated_delta_rule`. gates must have qkv's dtype."""
     own = (qkv, gates, weights.a_log, weights.dt_bias, state, layer, step)
     return gated_delta_rule(*own, heads=config.heads, block=config.block)[1]
 
 
 def norm_of(out: Array, tokens: RuleTokens, weights: RuleWeights, config: RuleConfig) -> Array:
-    """The norm in `rule_and_norm` of o [tokens, value_heads, value_dim]."""
+    """The gated norm of `rule_and_norm`, applied to o [tokens, value_heads, value_dim]."""
     columns = tokens.projected[..., -config.heads.values :]
     gate = sum_parts(columns, out.dtype).reshape(out.shape)
     normed = gated_rms_norm(out, gate, weights.norm, config.eps)
@@ -376,7 +377,7 @@ def gated_rms_norm(x: Array, gate: Array, weight: Array, eps: float) -> Array:
 
         cast(weight * cast(x / rms(x)) * silu(gate))
 
-    computed in float32 but for the inner rounding. The weight is not zero-centred.
+    The rest is computed in float32. The weight is not zero-centred.
     """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

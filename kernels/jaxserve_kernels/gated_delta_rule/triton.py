@@ -1,6 +1,8 @@
-"""Tokens one by one, and the norm of the output. One program per row, value head and block of its
-columns: the state stays in registers from the first token to the last, and is read and written
-once."""
+"""The rule token by token, and the norm of the output.
+
+There is one program per row, value head and block of state columns. It keeps the state in registers
+from the row's first token to its last, so the state is read and written once.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _COLUMNS, _MANY_COLUMNS, _MANY_HEADS = 32, 64, 768
-"""Of a state of 128 rows 32 columns are 32 registers for each thread of 4 warps. Columns do not
-depend on each other. Of decode rows with so many heads in all a program has more: a layer was 2.5 %
-faster with 64 rows of 48 heads, and 1 % slower with 8."""
+"""State columns of a program. Columns do not depend on each other. With 128 state rows, 32 columns
+are 32 registers for each thread of 4 warps.
+
+A decode step with at least _MANY_HEADS rows times heads uses _MANY_COLUMNS: a layer was 2.5 %
+faster with 64 rows of 48 heads, and 1 % slower with 8 rows."""
 
 
 @triton.jit
@@ -36,7 +40,7 @@ def _token(
     stride, parts: tl.constexpr, key_heads: tl.constexpr, value_heads: tl.constexpr,
     scale: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a token, whose output goes to `out_ptr`, if there is one."""
+    """Returns the state after one token. Stores the token's output unless `out_ptr` is None."""
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
     of_key = (head // (value_heads // key_heads)) * KEY + key
@@ -77,8 +81,11 @@ def _kernel(
     KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, WRITES: tl.constexpr,
     SINGLE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Without `out_ptr` the state only, without WRITES the output only. SINGLE: each row is a
-    token. Neighbours share a head's state, whose rows are then read and written as a whole."""
+    """Runs the rule over one row. Without `out_ptr` it updates the state only; without WRITES it
+    computes the output only. SINGLE: each row is one token.
+
+    Adjacent programs share a head's state, so that whole rows of it are read and written together.
+    """
     blocks: tl.constexpr = VALUE // COLUMNS
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) // blocks
@@ -141,7 +148,7 @@ def _norm(
 
 
 def fits(config: RuleConfig) -> bool:
-    """Whether the kernels take such heads and blocks."""
+    """Whether the kernels support these heads and blocks."""
     dims = (config.heads.key_dim, config.heads.value_dim, config.block)
     return config.block <= 64 and all(dim >= 16 and dim & (dim - 1) == 0 for dim in dims)
 
@@ -156,8 +163,8 @@ def rule_and_norm(
     config: RuleConfig,
     target: Target,
 ) -> tuple[Array, Array]:
-    """See `reference.rule_and_norm`; tokens of padding get any result. Where nothing is computed
-    in blocks, each row is a token, as in `causal_conv`."""
+    """See `reference.rule_and_norm`. Results of padding tokens are undefined. If no row has blocks,
+    each row must be one token, as in `causal_conv`."""
     place, out = jax.new_ref(state), None
     shared = (weights, place, layer, step)
     if step.rows.blocked is not None:
@@ -178,7 +185,7 @@ def rule_outputs(
     config: RuleConfig,
     target: Target,
 ) -> Array:
-    """See `reference.rule_outputs`; tokens of padding get any result."""
+    """See `reference.rule_outputs`. Results of padding tokens are undefined."""
     out = _one_by_one(tokens, weights, state, layer, step, None, config=config, target=target)
     return _normed(out, tokens, weights, config=config, target=target)
 
@@ -212,8 +219,8 @@ def _one_by_one(
     config: RuleConfig,
     target: Target,
 ) -> Array:
-    """All tokens that are in no block: o [tokens, value_heads, value_dim]. `out` has that of the
-    others, if there are any. Only a Ref to the state is written."""
+    """Computes the tokens that are in no block: o [tokens, value_heads, value_dim]. `out` holds the
+    outputs of the tokens in blocks, if there are any. The state is updated only if it is a Ref."""
     heads, results = config.heads, None if out is None else jax.new_ref(out)
     shape = (tokens.qkv.shape[0], heads.value_heads, heads.value_dim)
     made = _rule(
@@ -231,7 +238,7 @@ def _rule(
     positions: Array, blocked: Array | None, state: Array | jax.Ref, layer: int, *out: Any,
     config: RuleConfig, target: Target, out_type: Any,
 ) -> Any:  # fmt: skip
-    """Calls the kernel for rows. Only a Ref to the state is written."""
+    """Calls the kernel for rows. The state is updated only if it is a Ref."""
     heads, rows = config.heads, first.shape[0]
     writes = isinstance(state, jax.Ref)
     single = blocked is None and writes and bool(out_type)

@@ -1,10 +1,12 @@
-"""Blocks of a prompt's tokens, see `reference.one_block`. What needs no state is computed for all
-blocks at once; then one program per row, value head and part of its columns carries the state from
-block to block.
+"""Blocks of a prompt's tokens: see `reference.one_block`.
 
-Products of tokens, which are rounded to the dtype of activations, are exact: norms and decays are
-factors of their results. A float32 matrix is split into two of that dtype, a high and a low part,
-which keep 16 bits of bfloat16's 8.
+`_prepare` computes the parts that do not need the state, for all blocks in parallel. Then
+`_advance` carries the state from block to block, with one program per row, value head and part of
+the state's columns.
+
+Products of two activations use the tensor cores on unscaled values, which are exact there; norms
+and decays multiply the results. A float32 factor is split into a high and a low part of the
+activations' dtype. With bfloat16 the two parts keep 16 significant bits instead of 8.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _COLUMNS = 32
-"""Of the state: with 48 heads of 128 columns one prompt gives 192 programs."""
+"""State columns of a program: one prompt with 48 heads of 128 columns has 192 programs."""
 
 
 @jit
 def _times(tokens, wide, total):
-    """total + tokens @ wide, which is float32."""
+    """total + tokens @ wide, where wide is float32."""
     if tokens.dtype == tl.float32:
         return tl.dot(tokens, wide, total, input_precision="tf32x3")
     high = wide.to(tokens.dtype)
@@ -43,7 +45,7 @@ def _times(tokens, wide, total):
 
 @jit
 def _product(a, b, total, dtype: tl.constexpr):
-    """total + a @ b, both float32, by parts of `dtype`."""
+    """total + a @ b. Both are float32, and are split into high and low parts of `dtype`."""
     high = a.to(dtype)
     low = (a - high.to(tl.float32)).to(dtype)
     return _times(high, b, tl.dot(low, b.to(dtype), total, input_precision="tf32x3"))
@@ -93,8 +95,8 @@ def _prepare(
         system = tl.dot(k, transposed, zero, input_precision="tf32x3") * decay
         system = tl.where(later, system * (beta * k_norm)[:, None], 0.0)
 
-        # The inverse of blocks on the diagonal twice as large, from those that are known:
-        # below the diagonal it is minus the second one's times the system's part times the first's.
+        # Each pair of inverted diagonal blocks gives the inverse of a block twice as large. Its
+        # lower left part is -(second inverse) @ (lower left part of the system) @ (first inverse).
         pairs = (i[:, None] >> 1) == (i[None, :] >> 1)
         solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(pairs, system, 0.0)
         for level in range(1, LEVELS):
@@ -179,11 +181,11 @@ def in_blocks(
     config: RuleConfig,
     target: Target,
 ) -> Array:
-    """o [tokens, value_heads, value_dim] of the tokens in blocks; those of others are not written.
+    """Returns o [tokens, value_heads, value_dim]. Only the rows of tokens in blocks are written.
 
     Args:
-      tokens: their gates are summed.
-      state: of all layers, written in place.
+      tokens: with gates that are summed over their parts.
+      state: the state of all layers, updated in place.
     """
     heads, size, rows, count = config.heads, config.block, step.rows, tokens.qkv.shape[0]
     blocks, total = blocks_of(rows, count, size)

@@ -1,4 +1,4 @@
-"""How keys and values lie in memory: formats of the KV cache, and attention over each."""
+"""Formats of the KV cache: memory layout, attention and page copies of each."""
 
 from jaxserve_kernels.kv_format.api import KV as KV
 from jaxserve_kernels.kv_format.api import attend as attend

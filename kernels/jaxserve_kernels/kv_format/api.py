@@ -1,4 +1,4 @@
-"""Attention of a step through its KV cache: the format of the cache computes it."""
+"""Attention of a step over its KV cache: calls the implementation of the cache's format."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def attend(
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, KV]:
-    """Store the keys and values of a step's tokens, and let its queries attend to their contexts.
+    """Stores the keys and values of a step's tokens, and computes the step's attention.
 
-    Bias, QK-norm, RoPE and the KV write as in `attention_inputs`, then attention as in
-    `paged_attention`, over keys and values as the format keeps them.
+    Bias, QK-norm, RoPE and the KV write are those of `attention_inputs`, attention is that of
+    `paged_attention`. Keys and values are read as the format stores them.
 
     Args:
       qkv: [parts, tokens, (q_heads + 2 * kv_heads) * head_dim], partial sums of the projection.
       kv: the cache, updated in place when donated.
-      layer: which of the cache's layers.
-      heads: norms and bias, of those that the model has.
+      layer: index of the cache's layer.
+      heads: the model's norms, bias and sinks.
       tables: cosines and sines of RoPE, float32 [tokens, head_dim/2] each.
-      step: where the tokens belong.
-      eps: of the norms.
-      tile_size: the most tokens that a query tile holds.
-      dtype: of the activations.
-      window: keys that a token sees, its own among them; None: all.
+      step: slot, position, page and query tile of each token.
+      eps: epsilon of the norms.
+      tile_size: the most tokens in a query tile.
+      dtype: dtype of the activations.
+      window: number of keys that a token sees, including its own; None: all.
 
     Returns:
       [tokens, q_heads, head_dim] in `dtype`, and kv.
@@ -64,5 +64,5 @@ def page_size(kv: KV) -> int:
 
 
 def end_step(kv: KV, step: AttentionStep, *, tile_size: int, target: Target) -> KV:
-    """What is left to do in the cache when all layers have attended: returns the cache."""
+    """Finishes a step in the cache after attention in all layers. Returns the cache."""
     return format_of(kv).end_step(kv, step, tile_size=tile_size, target=target)

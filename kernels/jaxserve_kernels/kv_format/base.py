@@ -1,4 +1,4 @@
-"""What all KV formats have in common: the shape they fill and the step they serve."""
+"""Types that all KV formats share: the shape of a cache, and a step's tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve_kernels.target import Target
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The cache that a format lays out. Page 0 and the last slot belong to padding."""
+    """Sizes of a cache, for any format. Page 0 and the last slot belong to padding."""
 
     layers: int
     pages: int
@@ -24,23 +24,24 @@ class CacheShape:
     page_size: int
     head_dim: int
     slots: int
-    """Sequences that may run at once, and the padding slot."""
+    """Sequences that may run at once, plus the padding slot."""
 
 
 class CacheArrays:
-    """The arrays of a cache, unless one array is enough: a subclass of a NamedTuple of them and of
-    this class, by which a KV format is found."""
+    """Base class of caches of several arrays. Each is a subclass of this class and of a NamedTuple
+    of its arrays. Its type identifies the KV format."""
 
     __slots__ = ()
 
 
 class AttentionStep(NamedTuple):
-    """Where the tokens of a step belong. All arrays int32; padding tokens point to page 0."""
+    """Slots, positions, pages and query tiles of a step's tokens. All arrays are int32. Padding
+    tokens point to page 0."""
 
     slots: Array  # [tokens]: the sequence's row of the page table
     positions: Array  # [tokens]
-    pages: Array  # [tokens]: page that takes the token's key and value
-    offsets: Array  # [tokens]: place within the page
+    pages: Array  # [tokens]: page to which the token's key and value are written
+    offsets: Array  # [tokens]: offset within the page
     tiles: QueryTiles
     page_table: Array  # [slots, pages_per_seq]
 
@@ -55,7 +56,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(target: Target) -> Limits:
-    """What was measured on the nearest card."""
+    """The limits measured on the nearest card."""
     return tables.limits("kv_format", Limits, target)
 
 

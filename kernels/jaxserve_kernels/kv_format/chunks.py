@@ -1,9 +1,9 @@
-"""Chunks of prompts over a quantised cache: their contexts in full precision for one step.
+"""Prompt chunks over a quantised cache: their contexts are expanded to full precision for one step.
 
-A chunk reads its context once for every query tile, and codes would be converted as often. So the
-pages that a step's chunks see are converted once per layer, into a scratch cache of the dense
-format, and attention over that is `paged_attention`. Which pages those are is data: the scratch has
-a fixed size, and the scheduler keeps a step's chunks within it (`capacity`).
+A chunk reads its context once for every query tile, and would convert the codes each time. Instead
+each layer converts the pages that the step's chunks see once, into a scratch cache of the dense
+format, and runs `paged_attention` over that. The list of pages is data, so the scratch has a fixed
+size. The scheduler keeps a step's chunks within it (`capacity`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxserve_kernels.paged_attention import QueryTiles
 from jaxserve_kernels.target import Target
 
 LEAST = 65_536
-"""Tokens that the chunks of a step may see together, where no sequence is longer."""
+"""Least capacity of the scratch in tokens, used if no sequence is longer."""
 
 
 def programs(kv_heads: int, *, target: Target) -> int:
-    """How many convert the pages of one head, in turn."""
+    """Number of programs that convert the pages of one KV head, each taking pages in turn."""
     return max(1, 4 * target.gpu.multiprocessors // kv_heads)
 
 
 def capacity(max_model_len: int) -> int:
-    """Tokens, in whole pages, that all chunks of one step may see together."""
+    """The most context tokens, counted in whole pages, of all chunks of one step together."""
     return max(LEAST, max_model_len)
 
 
@@ -38,11 +38,11 @@ class Chunks(NamedTuple):
     end: Array
     """Position after its last token: its context."""
     shift: Array
-    """What added to a position gives the token's number within the step."""
+    """Position + shift is the index of a token within the step."""
 
 
 def of_tiles(tiles: QueryTiles, slots: int) -> Chunks:
-    """The chunks that the tiles are cut from."""
+    """The chunks that these query tiles cover."""
     slot = jnp.where(tiles.length > 0, tiles.slot, slots)
     nothing = jnp.zeros(slots, jnp.int32)
     end = nothing.at[slot].max(tiles.position + tiles.length, mode="drop")
@@ -53,20 +53,20 @@ def of_tiles(tiles: QueryTiles, slots: int) -> Chunks:
 
 
 class Places(NamedTuple):
-    """Places of the scratch, given to slots one after the other."""
+    """Allocation of the scratch: each slot gets consecutive places. All arrays are int32."""
 
     first: Array
-    """[slots]: number of the slot's first place."""
+    """[slots]: the slot's first place."""
     taken: Array
-    """[1]: how many are given."""
+    """[1]: number of allocated places."""
     slot: Array
-    """[places]: whose it is; any slot, if nobody's."""
+    """[places]: the slot that has the place; any slot for a free place."""
     number: Array
-    """[places]: its number among the slot's."""
+    """[places]: index of the place among those of its slot."""
 
 
 def divide(counts: Array, places: int) -> Places:
-    """Give each slot so many of the `places`."""
+    """Allocates counts[slot] of the `places` to each slot."""
     stop = jnp.cumsum(counts, dtype=jnp.int32)
     first = stop - counts
     place = jnp.arange(places, dtype=jnp.int32)
@@ -76,8 +76,8 @@ def divide(counts: Array, places: int) -> Places:
 
 
 def cut_at_pages(tiles: QueryTiles, page_size: int) -> QueryTiles:
-    """The tiles without what lies past the end of their first page, then that of those that have
-    any: padding comes last, as attention expects it."""
+    """Cuts each tile at the end of its first page. The first parts come first, then the non-empty
+    second parts. Padding comes last, as attention expects."""
     head = jnp.minimum(tiles.length, page_size - tiles.position % page_size)
     length = jnp.concatenate([head, tiles.length - head])
     number = jnp.cumsum(length > 0, dtype=jnp.int32)

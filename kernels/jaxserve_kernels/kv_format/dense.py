@@ -1,4 +1,5 @@
-"""Keys and values as they are computed, or rounded to another float: one array.
+"""The dense format: keys and values in the dtype of activations or another float dtype, in one
+array.
 
 [layers, pages, kv_heads, 2, page_size, head_dim]    keys, then values, on the axis of 2
 """
@@ -26,7 +27,7 @@ from jaxserve_kernels.target import Target
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(KVFormat):
-    """The array in `dtype`; None: in the dtype of the activations."""
+    """The format with an array of `dtype`; None: the dtype of the activations."""
 
     arrays = Array
     dtype: str | None = None
@@ -50,7 +51,7 @@ class Dense(KVFormat):
 def _fits(
     qkv: Array, kv: Array, step: AttentionStep, *, tile_size: int, dtype: Any, target: Target
 ) -> Refusal | None:
-    """Why no kernel computes the inputs of attention, too."""
+    """Why no kernel computes attention together with its inputs; None if one does."""
     if not target.uses_triton():
         return NO_KERNELS
     if not target.pdl or tile_size > 1:
@@ -58,7 +59,7 @@ def _fits(
     from jaxserve_kernels.paged_attention import triton_warps  # needs Triton: only for GPUs
 
     fits = triton_warps.fits(qkv, kv, dtype)
-    return None if fits else Refusal("not such heads or pages")
+    return None if fits else Refusal("sizes of heads or pages are not supported")
 
 
 def _streams(
@@ -74,7 +75,7 @@ def _streams(
     if tokens > most:
         return Refusal(f"more than {most} tokens")
     if not triton_streaming.fits(qkv, kv, dtype):
-        return Refusal("not such heads or pages")
+        return Refusal("sizes of heads or pages are not supported")
     return choose(
         tiles=step.tiles.first.shape[0],
         kv_heads=kv_heads,

@@ -1,4 +1,4 @@
-"""A KV format: one class that owns its layout, bytes, attention, end of a step and page copies."""
+"""The base class of KV formats: layout, sizes, attention, end of a step and page copies."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _BY_ARRAYS: dict[type, type[KVFormat]] = {}
 
 
 class KVFormat(ABC):
-    """A way to lay out keys and values.
+    """A way to store keys and values.
 
-    The arrays are a pytree of a type of their own, `arrays`, by which `format_of` finds the format.
-    Everything else passes it on without looking inside. Subclasses are frozen dataclasses.
+    A cache is a pytree of the type `arrays`, by which `format_of` finds the format. Other code
+    passes caches on without looking inside. Subclasses are frozen dataclasses.
     """
 
     arrays: ClassVar[type]
-    """The type of its caches. An array alone, or traced, is one of the dense format."""
+    """The type of its caches. A single array, traced or not, is a cache of the dense format."""
     quantized: ClassVar[bool] = False
-    """Whether it keeps codes rather than numbers."""
+    """Whether it stores codes rather than numbers."""
     has_scales: ClassVar[bool] = False
-    """Whether its caches have scales that are set before they are used."""
+    """Whether its caches have scales that are set before use."""
     windows_on_gpus: ClassVar[bool] = True
-    """Whether its kernels know windows."""
+    """Whether its kernels support sliding windows."""
     computes_whole_tiles: ClassVar[bool] = False
-    """Whether a CPU computes every place of a query tile, also those without a token."""
+    """Whether a CPU computes every place of a query tile, even those without a token."""
     rewrites_pages: ClassVar[bool] = True
-    """Whether positions that a step wrote in several pages may be written again from the first of
-    them on, as if the step had not been. If not, that holds within one page only."""
+    """Whether a later step may overwrite positions that an earlier step wrote, even if they span
+    several pages. False: only positions within one page may be overwritten."""
 
     def __init_subclass__(cls) -> None:
         if "arrays" in cls.__dict__:
@@ -48,23 +48,23 @@ class KVFormat(ABC):
 
     @classmethod
     def of(cls, kv: Any) -> Self:
-        """The format of a cache, with the options that its layout depends on."""
+        """The format of a cache, including the options that determine its layout."""
         return cls()
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """As in `--kv-cache-dtype`."""
+        """The format's name in `--kv-cache-dtype`."""
 
     @property
     def page_size(self) -> int | None:
-        """The only page size that the format works with; None: any."""
+        """The only page size that the format supports; None: any."""
         return None
 
     @property
     def own_tokens(self) -> int:
-        """Tokens at the beginning, in whole pages, that each sequence has to compute itself: a page
-        that others have computed does not give it all that the format keeps of them."""
+        """Leading tokens, in whole pages, that each sequence must compute itself. The prefix cache
+        cannot supply them, because the format stores more about them than their pages hold."""
         return 0
 
     # Layout and bytes
@@ -82,11 +82,11 @@ class KVFormat(ABC):
         """The page size of a cache."""
 
     def page_bytes(self, shape: CacheShape, dtype: DTypeLike) -> int:
-        """Bytes that each page takes in all layers, whatever `shape.pages` says."""
+        """Bytes of one page in all layers. `shape.pages` is ignored."""
         return self._bytes(shape, dtype, pages=2) - self._bytes(shape, dtype, pages=1)
 
     def fixed_bytes(self, shape: CacheShape, dtype: DTypeLike) -> int:
-        """Bytes that the format takes beside its pages: scales, what it keeps per slot."""
+        """Bytes that the format needs beside its pages: scales, and arrays per slot."""
         return self._bytes(shape, dtype, pages=1) - self.page_bytes(shape, dtype)
 
     def _bytes(self, shape: CacheShape, dtype: DTypeLike, *, pages: int) -> int:
@@ -99,8 +99,8 @@ class KVFormat(ABC):
     @property
     @abstractmethod
     def attention(self) -> Op:
-        """Called as `attention(qkv, kv, heads, tables, step, ...)`, with the options of `attend`,
-        whose result it gives."""
+        """The operation behind `attend`. Called as `attention(qkv, kv, heads, tables, step, ...)`,
+        with the options of `attend`."""
 
     def attend(
         self,
@@ -125,25 +125,25 @@ class KVFormat(ABC):
         )  # fmt: skip
 
     def end_step(self, kv: Any, step: AttentionStep, *, tile_size: int, target: Target) -> Any:
-        """What is left to do in the cache when all layers have attended: returns the cache."""
+        """Finishes a step in the cache after attention in all layers. Returns the cache."""
         return kv
 
     def max_chunk_context(self, max_model_len: int, *, page_size: int) -> int | None:
-        """Tokens, in whole pages, that the chunks of one step may see together. None: any
-        number."""
+        """The most context tokens, counted in whole pages, of all chunks of one step together.
+        None: no limit."""
         return None
 
     def expanded_tokens(self, max_model_len: int, *, step_tokens: int, sequences: int) -> int:
-        """Tokens whose keys and values a mixed step holds in full precision, one layer at a
-        time."""
+        """Number of tokens whose keys and values a mixed step expands to full precision, in one
+        layer at a time."""
         return 0
 
     # Page copies
 
     @property
     def page_axes(self) -> tuple[int | None, ...]:
-        """The axis of pages of each array of a cache, in the order of its leaves: the one that
-        grows with their number. None: the array is kept per slot or once."""
+        """The axis of pages of each array of a cache, in the order of its leaves. None: the array
+        has no pages."""
         one, two = (
             jax.tree.leaves(self.abstract(self._smallest(pages), jnp.float32)) for pages in (1, 2)
         )
@@ -155,7 +155,7 @@ class KVFormat(ABC):
         )
 
     def copy_page(self, kv: Any, source: Array, target: Array) -> Any:
-        """The cache with page `source` also in page `target`; int32 [] each."""
+        """The cache after copying page `source` to page `target`; int32 [] each."""
         leaves, structure = jax.tree.flatten(kv)
         copied = [
             leaf if axis is None else _copied(leaf, axis, source, target)
@@ -164,7 +164,8 @@ class KVFormat(ABC):
         return jax.tree.unflatten(structure, copied)
 
     def page_shapes(self, shape: CacheShape, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of a page: of each of the `page_arrays`, the axis of pages first, with length 1."""
+        """Shapes of one page in each of the `page_arrays`, with the axis of pages first, of length
+        1."""
         leaves = zip(jax.tree.leaves(self.abstract(shape, dtype)), self.page_axes, strict=True)
         return tuple(
             jax.ShapeDtypeStruct((1, *leaf.shape[:axis], *leaf.shape[axis + 1 :]), leaf.dtype)
@@ -173,12 +174,12 @@ class KVFormat(ABC):
         )
 
     def page_arrays(self, kv: Any) -> list[tuple[Array, int]]:
-        """The arrays of a cache that have pages, each with their axis."""
+        """The arrays of a cache that have pages, each with the index of its axis of pages."""
         leaves = zip(jax.tree.leaves(kv), self.page_axes, strict=True)
         return [(leaf, axis) for leaf, axis in leaves if axis is not None]
 
     def with_page_arrays(self, kv: Any, arrays: Sequence[Array]) -> Any:
-        """The cache with these in the place of its `page_arrays`."""
+        """The cache with these arrays as its `page_arrays`."""
         leaves, structure = jax.tree.flatten(kv)
         left = list(arrays)
         pairs = zip(leaves, self.page_axes, strict=True)
@@ -187,7 +188,7 @@ class KVFormat(ABC):
         )
 
     def places(self, kv: Any, pages: Array) -> Array:
-        """Where pages lie on that axis."""
+        """Indices of pages on that axis."""
         return pages
 
     # Scales
@@ -196,26 +197,26 @@ class KVFormat(ABC):
         """An empty cache with these scales, if the format `has_scales`.
 
         Args:
-          scales: float32 [layers, kv_heads, 2], of keys, then values. A magnitude of 448 times its
-            scale is the largest that fits.
+          scales: float32 [layers, kv_heads, 2], of keys, then values. The largest magnitude that
+            fits is 448 times the scale.
 
         Raises:
-          TypeError: the format has none.
+          TypeError: the format has no scales.
         """
         raise TypeError(f"the KV format {self.name} has no scales")
 
     def largest_magnitudes(self, kv: Any) -> Array:
-        """What scales are found by, if the format `has_scales`: the largest keys and values in the
-        pages, float32 [layers, kv_heads, 2].
+        """The largest magnitudes of keys and of values in the pages, float32 [layers, kv_heads, 2],
+        from which scales are calibrated, if the format `has_scales`.
 
         Raises:
-          TypeError: the format has none.
+          TypeError: the format has no scales.
         """
         raise TypeError(f"the KV format {self.name} has no scales")
 
 
 class QuantizedKVFormat(KVFormat):
-    """A format of codes. What the chunks of a step see is converted first: see `chunks`."""
+    """A format of codes. The contexts of a step's chunks are expanded first: see `chunks`."""
 
     quantized = True
 
@@ -239,6 +240,6 @@ def _grown(before: Sequence[int], after: Sequence[int]) -> int | None:
 
 def _copied(leaf: Array, axis: int, source: Array, target: Array) -> Array:
     page = lax.dynamic_slice_in_dim(leaf, source, 1, axis)
-    # In one fusion with the update, XLA would copy the whole cache to read it unchanged.
+    # Without the barrier XLA would fuse this with the update, and copy the whole cache first.
     page = lax.optimization_barrier(page)
     return lax.dynamic_update_slice_in_dim(leaf, page, target, axis)

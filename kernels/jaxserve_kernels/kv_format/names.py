@@ -1,4 +1,4 @@
-"""The formats by the names that users give them: see `kv_format_names`."""
+"""Constructs KV formats from their user-facing names: see `kv_format_names`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve_kernels.kv_format.format import KVFormat
 from jaxserve_kernels.kv_format_names import KV_FORMATS
 
 AUTO = Dense()
-"""In the dtype of the activations."""
+"""The dense format in the dtype of the activations."""
 
 NAMES = tuple(KV_FORMATS)
 """Choices of `--kv-cache-dtype`."""
@@ -21,7 +21,7 @@ def named(name: str) -> KVFormat:
     """The format called `name`.
 
     Raises:
-      KeyError: the name is none of NAMES.
+      KeyError: the name is not in NAMES.
     """
     entry = KV_FORMATS[name]
     module = importlib.import_module(f"{__package__}.{entry.module}")

@@ -43,7 +43,7 @@ def attend_pages(
     sinks: Array | None = None,
     target: Target,
 ) -> Array:
-    """See `reference.attend_pages`; there is no kernel for it."""
+    """See `reference.attend_pages`. No GPU kernel implements it."""
     on_cpu = target.implementation == "cpu"
     module = cpu if on_cpu else reference
     return module.attend_pages(

@@ -1,4 +1,4 @@
-"""What the paged attention kernels have in common, and how they are launched."""
+"""Constants that the paged attention kernels share, and their launch parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
 
 LOG2_E = 1.4426950408889634
-"""Exponentials are powers of two."""
+"""log2(e): kernels compute exp(x) as exp2(x * LOG2_E)."""
 
 
 class Limits(NamedTuple):
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(target: Target) -> Limits:
-    """What was measured on the nearest card."""
+    """The limits measured on the nearest card."""
     return tables.limits("paged_attention", Limits, target)
 
 
@@ -42,13 +42,13 @@ class Config:
     num_warps: int
     num_stages: int
     min_blocks: int = 1
-    """A split has at least so many blocks of keys; what a short context does not need idles."""
+    """The least blocks of keys per split. With a short context the remaining splits idle."""
 
 
 def tile_tokens(group: int) -> int:
     """Tokens of a full query tile where `group` query heads share a KV head.
 
-    Half a tile is a whole number of tokens: two warpgroups share it.
+    Half a tile is a whole number of tokens, because two warpgroups share a tile.
     """
     return 2 * (TILE_ROWS // 2 // group)
 
@@ -64,7 +64,7 @@ def for_any(
     target: Target,
     **_: Any,
 ) -> Config | Refusal:
-    """Of the kernel for any GPU. See `op.Implementation.configure`."""
+    """`op.Implementation.configure` of the kernel for any GPU."""
     if not target.uses_triton():
         return NO_KERNELS
     return choose(
@@ -92,7 +92,7 @@ def choose(*, tiles: int, kv_heads: int, rows: int, pages_per_seq: int, target: 
     return Config(
         splits=max(splits, 1),
         num_warps=4,
-        num_stages=2 if splits > 8 else 3,  # few blocks to visit: more room for the next kernels
+        num_stages=2 if splits > 8 else 3,  # few blocks: leave memory to the next kernels
     )
 
 
@@ -102,15 +102,15 @@ class HopperConfig:
 
     splits: int
     min_blocks: int = 8
-    """As in Config; a block is a page. Fewer cost more in merging than they gain."""
+    """As in Config; a block is a page. With fewer blocks, merging costs more than splits gain."""
     num_stages: int = 4
-    """Pages of keys and values that are copied ahead."""
+    """Ring stages, each one page of keys and values."""
 
 
 def for_hopper(
     q: Array, kv: Array, *_: Any, tile_size: int, target: Target, **__: Any
 ) -> HopperConfig | Refusal:
-    """Of the kernel for Hopper. See `op.Implementation.configure`."""
+    """`op.Implementation.configure` of the kernel for Hopper."""
     kv_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     if not target.uses_triton():
         return NO_KERNELS
@@ -130,7 +130,7 @@ def for_hopper(
 
 
 def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int, target: Target) -> HopperConfig:
-    """A configuration for a step of `tokens` tokens, most of which may be one sequence's."""
+    """A configuration for a step of `tokens` tokens. Most of them may be of one sequence."""
     programs = -(-tokens // tile_size) * kv_heads
     splits = max(1, min(target.gpu.multiprocessors // programs, 16))  # each takes a whole one
     return HopperConfig(splits=1 << splits.bit_length() >> 1)

@@ -1,12 +1,12 @@
-"""Paged attention for CPUs, in JAX: each query tile visits its own context and no more.
+"""Paged attention for CPUs, in JAX: each query tile visits only its own context.
 
-The definition takes all tiles of a step through the longest context together, places of tiles that
-hold nothing included. Here a loop takes the tiles that there are, a few of similar contexts at a
-time, so that products are large enough to be worth their start.
+The definition loops over the longest context of the step with all tiles, including padding. Here a
+loop visits only real tiles. It takes a few tiles of similar contexts at a time, so that products
+are large enough to be worth their overhead.
 
-Each operation in a loop is a kernel that XLA compiles once for all layers, if it is the same for
-all of them. So what they share is computed outside of the loops, and within a loop its counter
-says which layer it is: a constant would make kernels of their own.
+XLA compiles the operations of a loop once for all layers, if they are the same for all of them. So
+values that layers share are computed outside of the loops, and the loop's counter encodes the layer
+number. A constant layer number would compile separate kernels for each layer.
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ from jaxserve_kernels.paged_attention.reference import (
 )
 
 _TOKENS = 16
-"""Query tokens at a time, of several tiles if those are smaller."""
+"""Query tokens per group. A group has several tiles if tiles are smaller."""
 
 _SINGLE_KEYS, _CHUNK_KEYS = 64, 128
-"""Keys of each tile at a time. What is read behind a tile's last position is lost, and each time
-costs about 20 us: single tokens have often short contexts, longer tiles much to compute."""
+"""Keys per block, for tiles of one token and for larger ones. Keys read past a tile's last position
+are wasted, and each block costs about 20 us. Single tokens often have short contexts; larger tiles
+have much to compute."""
 
 
 class _Groups(NamedTuple):
-    """Tiles that are computed together. Groups that hold something come first."""
+    """Groups of tiles that are computed together. Empty groups come last."""
 
     places: Array
-    """int32 [groups, n]: what `_Place` reads, in one row for each group."""
+    """int32 [groups, n]: one row for each group, which `_Place` decodes."""
     pages: Array
-    """uint32 [groups * blocks, tiles, pages of a block]: where the contexts of a group are."""
+    """uint32 [groups * blocks, tiles, pages per block]: page numbers of the groups' contexts."""
     used: Array
-    """int32: groups that hold something."""
+    """int32: number of groups that are not empty."""
 
 
 class _Place(NamedTuple):
     """A group's row of `_Groups.places`."""
 
     tokens: Array
-    """int32 [tiles * tile_size]: numbers of the tokens, beyond the last where none is."""
+    """int32 [tiles * tile_size]: token indices; past the last token where there is none."""
     position: Array
-    """int32 [tiles]: of each tile's first token."""
+    """int32 [tiles]: position of each tile's first token."""
     context: Array
-    """int32 [tiles]: tokens whose keys the tile may see; 0 for one that holds nothing."""
+    """int32 [tiles]: number of tokens whose keys the tile may see; 0 for an empty tile."""
     start: Array
-    """int32 [tiles]: the first position that a tile's tokens see."""
+    """int32 [tiles]: the first position that any token of the tile sees."""
     first: Array
-    """int32 [1]: the first block to visit, behind which no window reaches."""
+    """int32 [1]: the first block to visit. No window reaches earlier ones."""
     end: Array
-    """int32 [1]: the block to end before; 0 for a group that holds nothing."""
+    """int32 [1]: the block after the last to visit; 0 for an empty group."""
 
     @classmethod
     def of(cls, row: Array, tiles: int) -> _Place:
@@ -116,7 +117,7 @@ def _attend(
     window: int | None,
     sinks: Array | None,
 ) -> Array:
-    """`attend_pages`, with what reads the pages of a layer."""
+    """`attend_pages`; `read(layer)` returns the function that reads the layer's pages."""
     out = jnp.zeros_like(q)
     parts = [(tiles, tile_size)]
     if tiles.decode_rows is not None:
@@ -140,7 +141,8 @@ def _grouped(
     pages: int,
     window: int | None,
 ) -> _Groups:
-    """So many tiles of similar contexts together, in blocks of so many pages."""
+    """Groups `together` tiles of similar contexts, whose keys are visited in blocks of `pages`
+    pages."""
     missing = -tiles.first.shape[0] % together
     first, length, slot, position = (jnp.pad(each, (0, missing)) for each in tiles[:4])
     contexts = jnp.where(length > 0, position + length, 0)
@@ -182,13 +184,13 @@ def _add(
     window: int | None,
     sinks: Array | None,
 ) -> Array:
-    """`out` [tokens, q_heads, head_dim] with the results of the groups' tokens."""
+    """Stores the results of the groups' tokens in `out` [tokens, q_heads, head_dim]."""
     q_heads, head_dim = q.shape[1:]
     a_block = jax.eval_shape(lambda pages: read(pages[0, 0])(pages, 0), groups.pages[0])
     kv_heads = a_block.shape[2]
     count = groups.places.shape[0]
     blocks = groups.pages.shape[0] // count
-    each_layer = count + 1  # a number more than groups, at which the loop ends
+    each_layer = count + 1  # one more than the number of groups: the value at which the loop ends
 
     def has_more(carry: tuple[Array, Array]) -> Array:
         return lax.rem(carry[0], each_layer) < groups.used
@@ -198,7 +200,7 @@ def _add(
         number = lax.rem(counter, each_layer)
         read_pages = read(lax.div(counter, each_layer).astype(jnp.uint32))
         place = _Place.of(_row(groups.places, number), tiles)
-        # Unsigned: JAX asks of others whether they count from the end.
+        # Unsigned: for signed indices JAX adds a test for negative ones.
         tokens = place.tokens.astype(jnp.uint32)
         queries = q.at[tokens].get(mode="clip")
         queries = queries.reshape(tiles, tile_size, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
@@ -216,19 +218,19 @@ def _add(
                 "nhgtd,nhkd->nhgtk", queries, keys, preferred_element_type=jnp.float32
             )
             key_position = index * block + jnp.arange(block)
-            # What an earlier owner left past the end may be anything, even NaN: 0 * NaN is NaN.
+            # An earlier owner may have left NaN past the end, and 0 * NaN is NaN.
             held = key_position < place.context[:, None]
-            visible = held[:, None]  # all that a single token's tile holds
+            visible = held[:, None]  # a single token sees its whole context
             if tile_size > 1:
                 visible = key_position <= positions[..., None]
             if window is not None:
-                # Nor may what is behind the window.
+                # The same holds for keys before the window.
                 visible &= key_position > positions[..., None] - window
                 held &= key_position >= place.start[:, None]
             values = jnp.where(held[:, None, :, None], values, 0)
             visible = visible[:, None, None]
             scores = jnp.where(visible, scores * head_dim**-0.5, -jnp.inf)
-            # Without the barrier XLA masks and scales them for the peak and for the sum.
+            # Without the barrier XLA masks and scales the scores twice: for the peak and the sum.
             return carry.add(lax.optimization_barrier(scores), values)
 
         first = place.first[0] if window is not None else jnp.int32(0)

@@ -1,11 +1,11 @@
-"""Paged attention of long query tiles on Hopper: a producer warp, two groups of consumer warps.
+"""Paged attention of long query tiles on Hopper: a producer warp and two consumer warpgroups.
 
-A program takes a tile and KV head, then every so many tiles further another, until there are no
-more; and one split of the context where there are few tiles. Its rows are the tile's tokens times
-the query heads that share the KV head, 64 for each of two warpgroups. A producer warp walks the
-page table and copies keys and values of one page at a time into a ring in shared memory (TMA). Each
-warpgroup starts the scores of the next page before it takes the softmax of this one, and the
-weighted values run under it too, as in FlashAttention-3 (Shah et al., 2024).
+A program takes every n-th tile for one KV head. If there are few tiles, several programs split the
+context of a tile. A program's rows are the tile's tokens times the query heads that share the KV
+head, 64 rows for each of two warpgroups. The producer warp walks the page table and copies the keys
+and values of one page at a time into a ring in shared memory (TMA). Each warpgroup issues the
+scores of the next page before it computes the softmax of this one, and overlaps the product with
+the values too, as in FlashAttention-3 (Shah et al., 2024).
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
 _MASKED = gl.constexpr(float("-inf"))
-"""Scores are scaled after they are masked, and only infinity stays what it is then: of a large
-number the exact product, in the exponential, and the rounded one, in its peak, differ by 1e20 and
-more, so a row that sees nothing of its split would get an infinite weight, or none, as it falls."""
+"""Score of a masked key. It must be infinite, because scores are scaled after they are masked. The
+exponential uses the exact product with the scale, the peak the rounded one. For a large finite
+number the two differ by 1e20 and more, so a row that sees no key of its split would get an infinite
+or a zero weight."""
 
 _MORE_TILES = 16
-"""Than whole ones: those that chunks end with. A step has places for far more, but a program that
-finds nothing costs its multiprocessor 0.8 µs; beyond so many one takes several."""
+"""Programs beyond one per whole tile, for the partial tiles at the ends of chunks. A step has room
+for far more tiles, but an idle program costs its multiprocessor 0.8 µs. With more tiles, a program
+takes several."""
 
 _LEAST = gl.constexpr(-1.0e30)
-"""The peak of a row that has seen nothing: finite, so that it may be taken off infinity."""
+"""The peak of a row that has seen no key. It is finite, so that -inf minus the peak is -inf, not
+NaN."""
 
 
 @gluon.jit
 def _pinned(x):
-    """x, not computed later than here: the compiler would move it behind the wait for the product
-    that it is meant to run under."""
+    """Returns x, and keeps the compiler from computing it later. Otherwise it would move the
+    computation after the wait for the product that it should overlap."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
     )
@@ -51,7 +54,8 @@ def _pinned(x):
 
 @gluon.jit
 def _softmax(scores, peak, weight, scale: gl.constexpr):
-    """Streamed softmax: weights of these scores, and what shrinks everything before."""
+    """Streamed softmax: the weights of these scores, and the factor by which earlier sums
+    shrink."""
     new_peak = gl.maximum(peak, gl.max(scores, axis=1) * scale)
     probs = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
     shrink = gl.exp2(peak - new_peak)
@@ -73,8 +77,8 @@ def _visit(
     scale: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     WINDOW: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of a page, and the weighted values of the page before it. The program's
-    pages are counted through its tiles; those of this one end before `limit`."""
+    """Computes scores and softmax of a page, and the weighted values of the previous page. `index`
+    counts the program's pages over all its tiles; this tile's pages end before `limit`."""
     stage = index % STAGES
     before = (index - 1) % STAGES
     zeros = gl.zeros([q.shape[0], PAGE], gl.float32, s_layout)
@@ -89,7 +93,7 @@ def _visit(
     probs, shrink, peak, weight = _softmax(scores, peak, weight, scale)
     p_next = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
     p_next = _pinned(p_next)
-    after = index + 1  # waited for here, so that the wait ends the block that holds the softmax
+    after = index + 1  # wait here: the wait ends the basic block that contains the softmax
     mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
     acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_later, p, p_next])
     gl.barrier()
@@ -106,8 +110,8 @@ def _attend(
     TOKENS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: tokens part * TOKENS.. of the tile, pages begin..end of the context, which
-    are the program's from `base` on."""
+    """Attention of warpgroup `part`, the tile's tokens from part * TOKENS on, over the pages
+    begin..end of the context. They are the program's pages from number `base` on."""
     ROWS: gl.constexpr = 64
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -126,7 +130,7 @@ def _attend(
     q = gl.convert_layout(q, gl.DotOperandLayout(0, s_layout, 2))
 
     last = position + length - 1
-    full = (position + 1) // PAGE  # pages that every row sees all of
+    full = (position + 1) // PAGE  # pages that are visible to all rows
     row_token = part * TOKENS + gl.arange(0, ROWS, row_s) // group
     row_position = position + gl.minimum(row_token, length - 1)
     key = begin * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
@@ -157,7 +161,7 @@ def _attend(
     start = begin + 1
     if WINDOW:
         start = gl.maximum(start, gl.minimum(gl.maximum(last - WINDOW, 0) // PAGE + 1, end))
-        for block in range(begin + 1, start):  # the last row does not see all of
+        for block in range(begin + 1, start):  # the window cuts these for the last row
             p, acc, peak, weight = _visit(
                 base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
                 row_position, scale, PAGE, STAGES, True, WINDOW, s_layout, o_layout,
@@ -175,7 +179,7 @@ def _attend(
 
     stage = (limit - 1) % STAGES
     values = pages.index(2 * stage + 1)
-    if end * PAGE > last + 1:  # what an earlier owner left past the end may be anything, even NaN
+    if end * PAGE > last + 1:  # an earlier owner may have left anything past the end, even NaN
         value_key = (end - 1) * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, flat))
         kept = gl.where(gl.expand_dims(value_key <= last, 1), values.load(flat), 0.0)
         values.store(kept)  # both groups store the same
@@ -208,7 +212,7 @@ def _attend_tiles(
     SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part` of each of the program's tiles: every `step`th until there are no more."""
+    """Runs warpgroup `part` over the program's tiles: every `step`-th one."""
     base = 0
     while length_of(length_ptr, tile, TILES) > 0:
         first, length, _, position, begin, end, alone = share_of(
@@ -311,12 +315,13 @@ def launch(
     sinks: Array | None = None,
     target: Target,
 ) -> list[Array]:
-    """The result where one split has seen a tile's context; sums, peaks, weights of the others."""
+    """Returns the result, written for tiles whose whole context one split has visited; and the
+    sums, peaks and weights of the splits of other tiles."""
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     q_heads = q.shape[1]
     places = tiles.first.shape[0]
     programs = places
-    if config.splits == 1:  # else a program could begin with a tile that has no share for it
+    if config.splits == 1:  # with splits, the first tile may have no pages
         programs = min(places, q.shape[0] // tile_size + _MORE_TILES)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)

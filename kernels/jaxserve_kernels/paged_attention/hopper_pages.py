@@ -1,5 +1,4 @@
-"""What programs of `hopper.py` share: which pages of which tile are whose, and the warp that copies
-them."""
+"""Parts of `hopper.py`: how pages of a tile are divided over splits, and the producer warp."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ def _copy(
     kv, table, pages, ready, free, base, begin, end, first_row, kv_head,
     kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: keys and values of each page, as soon as both groups are done with a place."""
+    """Copies keys and values of each page, as soon as both warpgroups have freed a ring stage."""
     for block in range(begin, end):
         index = base + block - begin
         stage = index % STAGES
@@ -29,7 +28,7 @@ def share_of(
     tile, split, first_ptr, length_ptr, slot_ptr, position_ptr,
     PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A tile, and which pages of its context are the split's; with one split all of them are."""
+    """Loads a tile, and computes which pages of its context the split visits."""
     first = gl.load(first_ptr + tile)
     length = gl.load(length_ptr + tile)
     slot = gl.load(slot_ptr + tile).to(gl.int64)

@@ -1,7 +1,7 @@
 """The definition of paged attention, in plain JAX with a streamed softmax.
 
-Context length is data: the loop runs to the longest context of the step, so its shapes do not
-depend on it and the work does.
+Context lengths are data. The loop runs to the longest context of the step, so the work depends on
+it, but no shape does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 _BLOCK_TOKENS = 128
-"""Keys visited per iteration: large enough for matrix products, small against a short context."""
+"""Keys per iteration: enough for efficient products, yet few compared to a short context."""
 
 
 class QueryTiles(NamedTuple):
     """Queries of a step in tiles: tile i is `length[i]` consecutive tokens of one sequence.
 
-    All arrays are int32 [tiles]. Padding comes last. The order of the others has no influence
-    on the result; those with a long context should come first.
+    All arrays are int32 [tiles]. Padding comes last. The order of the other tiles does not affect
+    the result; those with long contexts should come first.
     """
 
     first: Array
@@ -34,12 +34,12 @@ class QueryTiles(NamedTuple):
     position: Array
     """Position of the tile's first token in its sequence."""
     decode_rows: QueryTiles | None = None
-    """Tiles of at most one token each, beside those of up to `tile_size`: decodes beside chunks.
-    They may be left to another kernel; one that takes a single list asks for `in_one_list`."""
+    """Decode rows of a step that also has chunks: tiles of at most one token. Another kernel may
+    compute them. A kernel that wants a single list calls `in_one_list`."""
 
     def in_one_list(self) -> QueryTiles:
-        """The decode rows behind the other tiles, whose padding then lies between: for kernels that
-        have a program for each place."""
+        """The decode rows after the other tiles. The padding of those is then in the middle, which
+        suits kernels with a program for each tile."""
         if self.decode_rows is None:
             return self
         first, length, slot, position = (
@@ -73,15 +73,14 @@ def paged_attention(
       q: [tokens, q_heads, head_dim].
       kv: [layers, pages, kv_heads, 2, page_size, head_dim], keys then values on the axis of 2.
       layer: index into the first axis of kv.
-      page_table: int32 [slots, pages_per_seq]; entries past a sequence's end must be valid pages,
-        whose content has no influence.
-      tiles: which tokens belong together.
-      tile_size: the most tokens that a tile holds (but for `tiles.decode_rows`).
-      sinks: [q_heads], unscaled scores that take part in the softmax of every token, with values of
-        0: a head may look at nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023). None: it may
-        not.
-      window: keys that a token sees; None: all. Entries of pages wholly behind the windows of a
-        tile must be valid pages, too, whose content has no influence.
+      page_table: int32 [slots, pages_per_seq]. Entries past a sequence's end must be valid page
+        numbers; the content of those pages does not matter.
+      tiles: the query tiles.
+      tile_size: the most tokens in a tile (`tiles.decode_rows` have at most one).
+      sinks: [q_heads], unscaled scores that join the softmax of every token with a value vector of
+        0, so that a head may attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023).
+      window: number of keys that a token sees; None: all. Entries of pages before the windows of a
+        tile must be valid page numbers too.
 
     Returns:
       [tokens, q_heads, head_dim] in q's dtype; 0 for tokens that belong to no tile.
@@ -101,12 +100,12 @@ def paged_attention(
 
 
 type Read = Callable[[Array, int], Array]
-"""Page ids [tiles, pages] to their keys (0) or values (1) [tiles, pages, kv_heads, page_size,
-head_dim]."""
+"""Function of page numbers [tiles, pages] and a side, keys (0) or values (1). Returns those of the
+pages, [tiles, pages, kv_heads, page_size, head_dim]."""
 
 
 def reader(kv: Array, layer: ArrayLike) -> Read:
-    """Of one layer of a cache in the format of `paged_attention`."""
+    """The `Read` function for one layer of a cache in the format of `paged_attention`."""
     return lambda pages, side: kv[layer, pages, :, side]
 
 
@@ -121,7 +120,7 @@ def attend_pages(
     window: int | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """`paged_attention` over pages that `read` brings."""
+    """`paged_attention` over the pages that `read` returns."""
     tiles = tiles.in_one_list()
     num_tokens, q_heads, head_dim = q.shape
     pages_per_block = max(1, _BLOCK_TOKENS // page_size)
@@ -143,9 +142,9 @@ def attend_pages(
         scores *= head_dim**-0.5
         key_position = index * block + jnp.arange(block)
         visible = key_position <= positions[:, None, None, :, None]
-        # What an earlier owner left past the end may be anything, even NaN: 0 * NaN is NaN.
+        # An earlier owner may have left NaN past the end, and 0 * NaN is NaN.
         held = key_position < (tiles.position + tiles.length)[:, None]
-        if window is not None:  # nor may what is behind the window
+        if window is not None:  # the same holds for keys before the window
             visible &= key_position > positions[:, None, None, :, None] - window
             held &= key_position > tiles.position[:, None] - window
         values = jnp.where(held[:, None, :, None], values, 0)
@@ -168,8 +167,8 @@ class Softmax(NamedTuple):
 
     @classmethod
     def start(cls, shape: tuple[int, ...], sinks: Array | None = None) -> Softmax:
-        """Of shape [tiles, kv_heads, group, tile, head_dim]: of nothing, or of the sinks [q_heads],
-        whose values are 0."""
+        """The sum before any block, of shape [tiles, kv_heads, group, tile, head_dim]. It includes
+        the sinks [q_heads], if given, with values of 0."""
         if sinks is None:
             lowest = jnp.full(shape[:-1], jnp.finfo(jnp.float32).min)
             return cls(lowest, jnp.zeros(shape[:-1]), jnp.zeros(shape))
@@ -177,7 +176,8 @@ class Softmax(NamedTuple):
         return cls(jnp.broadcast_to(of_heads, shape[:-1]), jnp.ones(shape[:-1]), jnp.zeros(shape))
 
     def add(self, scores: Array, values: Array) -> Softmax:
-        """Scores [tiles, kv_heads, group, tile, keys], values [tiles, kv_heads, keys, head_dim]."""
+        """Adds a block: scores [tiles, kv_heads, group, tile, keys], and values [tiles, kv_heads,
+        keys, head_dim]."""
         peak = jnp.maximum(self.peak, scores.max(-1))
         shrink = jnp.exp(self.peak - peak)
         probs = jnp.exp(scores - peak[..., None])
@@ -197,20 +197,22 @@ class Softmax(NamedTuple):
 
 
 def _padded_tables(page_table: Array, slots: Array, pages_per_block: int) -> Array:
-    """Page tables of the tiles, widened with page 0 to whole blocks: int32 [tiles, pages]."""
+    """Page tables of the tiles, padded with page 0 to whole blocks: int32 [tiles, pages]."""
     tables = page_table[slots]
     missing = -tables.shape[1] % pages_per_block
     return jnp.pad(tables, ((0, 0), (0, missing)))
 
 
 def first_seen(tiles: QueryTiles, window: int) -> Array:
-    """The first position that a tile's tokens see: int32 [tiles]; beyond all for padding tiles."""
+    """The first position that each tile sees, int32 [tiles]; the largest int32 for padding
+    tiles."""
     first = jnp.maximum(tiles.position - window + 1, 0)
     return jnp.where(tiles.length > 0, first, jnp.iinfo(jnp.int32).max)
 
 
 def tile_tokens(tiles: QueryTiles, tile_size: int, num_tokens: int) -> tuple[Array, Array]:
-    """Token index (num_tokens where there is none) and position, both int32 [tiles, tile]."""
+    """Token indices (num_tokens where there is none) and positions, both int32 [tiles,
+    tile_size]."""
     offset = jax.lax.iota(jnp.int32, tile_size)
     tokens = tiles.first[:, None] + offset
     tokens = jnp.where(offset < tiles.length[:, None], tokens, num_tokens)

@@ -28,11 +28,11 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MANY_PROGRAMS = 10_000
-"""A program has to start even if its tile has nothing to merge: beyond so many of one row each
-that takes longer than merging does."""
+"""Up to this many programs, `_merge` has one program per row. With more, starting the programs
+takes longer than merging, and `_merge_many` takes several rows per program."""
 
 _MERGED = 32
-"""Rows of parts that a program holds then."""
+"""Rows of parts that a program of `_merge_many` holds."""
 
 
 @triton.jit
@@ -41,13 +41,13 @@ def visit(
     scale: tl.constexpr, kv_heads: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One block of KEYS keys: the streamed softmax of the rows moves on. A row that sees none of
-    them gets weights that its first visible key takes back."""
+    """Adds one block of KEYS keys to the streamed softmax of the rows. A row that sees none of them
+    gets arbitrary weights, which its first visible key scales to 0."""
     key_position = block * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, DIM)
     if PAGE >= KEYS:
         page = first_page + tl.load(table + block * KEYS // PAGE).to(tl.int64)
-    else:  # the last block may reach past the table
+    else:  # the last block may extend past the page table
         inside = key_position // PAGE < width
         entry = tl.load(table + key_position // PAGE, mask=inside, other=0)
         page = first_page + entry.to(tl.int64)
@@ -57,10 +57,10 @@ def visit(
         there = key_position[:, None] <= tl.max(row_position, axis=0)
         if WINDOW:
             there = there & (key_position[:, None] > tl.min(row_position, axis=0) - WINDOW)
-    # Most of a block of several pages may be past the end.
+    # Most of a block of several pages may be past the end: do not read those keys.
     PAST: tl.constexpr = MASK and (PAGE < KEYS or WINDOW > 0)
     k = tl.load(keys, mask=there, other=0.0) if PAST else tl.load(keys)
-    k = k.to(q.dtype)  # a cache of fewer bits is read as what it stands for
+    k = k.to(q.dtype)  # a cache in a narrower float dtype is converted
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASK:
         scores = tl.where(key_position[None, :] <= row_position[:, None], scores, -1.0e30)
@@ -72,7 +72,7 @@ def visit(
     shrink = tl.exp2(peak - new_peak)
     weight = weight * shrink + tl.sum(probs, axis=1)
     values = kv_ptr + (kv_row + PAGE)[:, None] * DIM + dim[None, :]
-    # What an earlier owner left past the end may be anything, even NaN.
+    # An earlier owner may have left anything past the end, even NaN.
     v = tl.load(values, mask=there, other=0.0) if MASK else tl.load(values)
     v = v.to(q.dtype)
     acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -81,8 +81,8 @@ def visit(
 
 @triton.jit
 def with_sinks(peak, weight, sinks_ptr, head, there):
-    """The streamed softmax of rows that have seen no key, with the sinks of their heads seen. Of
-    what is merged only the first part begins with them. sinks_ptr: None for no sinks."""
+    """Initial streamed softmax of rows: includes the sinks of their heads. With several splits only
+    the first one may include them. sinks_ptr: None for no sinks."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32)
         peak = tl.where(there, sink * 1.4426950408889634, peak)
@@ -142,7 +142,7 @@ def _attend(
         head = kv_head * group + row % group
         peak, weight = with_sinks(peak, weight, sinks_ptr, head, valid & (split == 0))
         masked_from = begin
-        # Of long tiles without a window only the last blocks hold keys that a row must not see.
+        # In long tiles without a window only the last blocks need a mask.
         if ROWS > 16 and WINDOW == 0:
             masked_from = tl.maximum(tl.minimum((position + 1) // KEYS, end), begin)
             for block in tl.range(begin, masked_from, num_stages=STAGES):
@@ -158,7 +158,7 @@ def _attend(
                 scale, kv_heads, DIM, PAGE, KEYS, True, WINDOW,
             )  # fmt: skip
 
-        if per_split >= blocks:  # the first split has seen everything
+        if per_split >= blocks:  # the first split has visited everything
             if split == 0:
                 out = acc / weight[:, None]
                 target = out_ptr + q_row[:, None] * DIM + dim[None, :]
@@ -178,9 +178,9 @@ def _merge(
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One query of a head, where more than one split has a part of the context.
+    """Merges the splits of one query and head, if there are several.
 
-    All parts are read at once: one after the other, each would wait for memory on its own.
+    All parts are read at once, so that the program waits for memory only once.
     """
     tile = tl.program_id(0)
     q_head = tl.program_id(1)
@@ -217,7 +217,7 @@ def _merge_many(
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
     WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """`_merge` of TAKEN rows of a tile and KV head."""
+    """`_merge` for TAKEN rows of a tile and KV head."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     begin = tl.program_id(2) * TAKEN
@@ -228,7 +228,7 @@ def _merge_many(
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
     if (per_split < blocks) & (begin < length * group):
         split = tl.arange(0, WIDTH)
-        row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # the last one again
+        row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # repeat the last
         dim = tl.arange(0, DIM)
         there = (split * per_split < blocks)[:, None]
         part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS
@@ -258,7 +258,8 @@ def paged_attention(
     sinks: Array | None = None,
     target: Target,
 ) -> Array:
-    """Decode rows, if there are any, are attended to by kernels of their own."""
+    """See `reference.paged_attention`. Separate kernels compute the decode rows, if there are
+    any."""
     result = _attention(
         q, kv, layer, page_table, tiles, tile_size, config,
         window=window, sinks=sinks, target=target,
@@ -318,7 +319,8 @@ def _attention(
 def part_types(
     tiles: int, kv_heads: int, splits: int, rows: int, head_dim: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What splits leave for `merged`: sums, peaks and weights; of one split next to nothing."""
+    """Types of the arrays between splits and `merged`: sums, peaks and weights. With one split they
+    are dummies."""
     parts = (tiles, kv_heads, splits, rows) if splits > 1 else ()
     statistics = jax.ShapeDtypeStruct(parts or (1,), jnp.float32)
     return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), statistics, statistics
@@ -335,8 +337,13 @@ def merged(
     window: int | None,
     target: Target,
 ) -> Array:
-    """`found` [tokens, q_heads, head_dim], with the rows of which several splits have a part; see
-    `part_types`. Blocks of `keys` keys were visited."""
+    """Stores the merged rows in `found` [tokens, q_heads, head_dim]: those whose context several
+    splits share.
+
+    Args:
+      parts: the splits' sums, peaks and weights: see `part_types`.
+      keys: keys per block.
+    """
     if config.splits == 1:
         return found
     num_tiles, kv_heads, splits, rows, head_dim = parts[0].shape
@@ -367,7 +374,7 @@ def merged(
 
 
 def block_keys(kv: Array) -> int:
-    """Keys that are visited together: those of a page, or of several small ones."""
+    """Keys per block: those of a page, or of several small pages."""
     return max(kv.shape[4], 64)
 
 

@@ -1,9 +1,9 @@
-"""Attention of single tokens beside prompt chunks, however few of them there are.
+"""Attention of the decode rows of a mixed step: single tokens beside prompt chunks.
 
-A mixed step has a place for each row that may decode in it, and often few do. Where there are so
-few that they do not fill the card, places that nobody has taken share their contexts: with 4 tokens
-there are 16 programs for each of them and KV head. Which share is whose is computed once per step,
-since how many places are taken is known on the device alone.
+A mixed step has a place for each row that may decode in it, and often few places are taken. If the
+decode rows are too few to fill the GPU, free places share their contexts: with 4 tokens there are
+16 programs per token and KV head. The number of taken places is known on the device only, so the
+device computes the shares, once per step.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _SHARED_PLACES = 64
-"""So many tokens, or shares of tokens, keep the memory busy: two programs for each multiprocessor
-of an H100 where there are 8 KV heads."""
+"""Number of tokens, or shares of tokens, that saturates memory: with 8 KV heads, about four
+programs for each multiprocessor of an H100."""
 
 _MOST_SHARES = 16
 _MIN_KEYS = 256
-"""For each share: fewer cost more in merging than they gain."""
+"""The least keys of a share: with fewer, merging costs more than sharing gains."""
 
 
 class Splits(NamedTuple):
-    """What each place visits, all int32 [places]; nothing where it begins at its end."""
+    """The blocks that each place visits, int32 [places]. A place with begin == end is idle."""
 
     first: Array
-    """Index of the token among the step's."""
+    """Index of the token within the step."""
     slot: Array
     position: Array
     begin: Array
@@ -44,23 +44,25 @@ class Splits(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What is to be merged, all int32 [tokens that may share]."""
+    """Contexts to merge, int32 [tokens that may be shared]."""
 
     first: Array
     place: Array
-    """The first of the places that have a part of the token's context."""
+    """The first place that visits the token's context."""
     count: Array
-    """How many have; 0 where one has seen it all."""
+    """Number of places that share it; 0 if one place has visited all of it."""
 
 
 def split_contexts(
     tiles: QueryTiles, *, keys: int, window: int | None = None
 ) -> tuple[Splits, Parts]:
-    """Share places, a few at least, out among the tokens of tiles of at most one, in blocks of
-    `keys` keys."""
+    """Divides the contexts of single tokens among the places, in blocks of `keys` keys.
+
+    There are at least _SHARED_PLACES places.
+    """
 
     def before(position: Array) -> Array | int:
-        """Blocks that are wholly behind the window."""
+        """Number of blocks that are entirely before the window."""
         return 0 if window is None else jnp.maximum(position - window + 1, 0) // keys
 
     most = tiles.first.shape[0]
@@ -83,7 +85,7 @@ def split_contexts(
     if window is not None:
         begin, end = begin + before(position), end + before(position)
 
-    own = slice(0, min(most, _SHARED_PLACES // 2))  # of more tokens, each has one share
+    own = slice(0, min(most, _SHARED_PLACES // 2))  # with more tokens, each has one share
     blocks = tiles.position[own] // keys + 1
     if window is not None:
         blocks -= before(tiles.position[own])
@@ -144,7 +146,7 @@ def _merge(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     GROUP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of a token and KV head."""
+    """Merges the parts of one token's query heads that share a KV head."""
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
@@ -169,8 +171,8 @@ def _merge(
 
 
 def _block_keys(kv: Array) -> int:
-    """Keys that are visited together: two pages of 64 keep the memory 3 % busier than one; in
-    float32 they would not fit every multiprocessor."""
+    """Keys per block. Two pages of 64 give 3 % more bandwidth than one. In float32 they would not
+    fit the shared memory of every GPU."""
     return max(kv.shape[4], 128 if kv.dtype.itemsize <= 2 else 64)
 
 
@@ -186,8 +188,8 @@ def attend(
     sinks: Array | None = None,
     target: Target,
 ) -> None:
-    """`reference.paged_attention` of tiles of at most one token, stored in `out` [tokens, q_heads,
-    head_dim] between the results of others."""
+    """`reference.paged_attention` of tiles of at most one token. Stores their rows of `out`
+    [tokens, q_heads, head_dim], which also holds the results of other tiles."""
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     q_heads = q.shape[1]
     rows = max(16, triton.next_power_of_2(q_heads // kv_heads))
@@ -209,7 +211,7 @@ def attend(
 
 
 def part_types(kv_heads: int, rows: int, head_dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What shares leave for `merge`: sums, peaks and weights."""
+    """Types of the arrays between shares and `merge`: sums, peaks and weights."""
     statistics = jax.ShapeDtypeStruct((_SHARED_PLACES, kv_heads, rows), jnp.float32)
     return jax.ShapeDtypeStruct((*statistics.shape, head_dim), jnp.float32), statistics, statistics
 
@@ -217,7 +219,8 @@ def part_types(kv_heads: int, rows: int, head_dim: int) -> tuple[jax.ShapeDtypeS
 def merge(
     written: tuple[Array, Array, Array], parts: Parts, out: jax.Ref, *, target: Target
 ) -> None:
-    """Store in `out` what was found in shares, see `part_types`."""
+    """Merges the shares' sums, peaks and weights (`part_types`), and stores the results in
+    `out`."""
     _, kv_heads, rows, head_dim = written[0].shape
     tokens, q_heads = parts.first.shape[0], out.shape[1]
     triton_call(

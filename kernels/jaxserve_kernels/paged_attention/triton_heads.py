@@ -1,12 +1,12 @@
 # ruff: noqa: RUF005  (Triton adds tuples in no other way)
-"""A token's heads from the projection's partial sums, for attention that computes them itself.
+"""Computes a token's heads from the projection's partial sums, inside attention kernels.
 
-A program takes the queries that share a KV head, in the next row its key, in the one after that its
-value. A head is two or four pieces [rows, width]. Norms and a bias that a model has not are None.
+The rows of a program are the queries that share a KV head, then its key, then its value. A head is
+two or four pieces [rows, width]. Norms and bias are None if the model has none.
 
-Which loads are asked for before the wait for earlier kernels, and in which order, is part of a
-kernel's speed. So there are functions for what comes before it and after it: `triton_streaming`
-asks for more in between.
+The order of loads around the wait for earlier kernels (PDL) matters for speed. So there are
+separate functions for the loads before the wait and after it: `triton_streaming` issues others in
+between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 @gluon.jit
 def rounded(x):
-    """To bfloat16's digits."""
+    """x rounded to bfloat16, as float32."""
     return x.to(gl.bfloat16).to(gl.float32)
 
 
@@ -29,8 +29,8 @@ def token_heads(
     eps: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr,
     layout: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The pieces of a token's heads, normed and rotated, float32, rounded where the reference
-    rounds. EARLY: waits for the kernels before this one, whose work qkv is."""
+    """The pieces of a token's heads, normed and rotated, in float32, rounded where the reference
+    rounds. EARLY: wait for earlier kernels before reading qkv."""
     group: gl.constexpr = q_heads // kv_heads
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
@@ -56,9 +56,9 @@ def head_constants(
     q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Loads what no earlier kernel writes: per piece the weights of the norms and the biases, per
-    pair of pieces the cosines and sines. `head`: each row's head in the projection; any head for
-    rows that are none."""
+    """Loads the inputs that no earlier kernel writes: norm weights and biases per piece, cosines
+    and sines per pair of pieces. `head`: each row's head in the projection; any head for padding
+    rows."""
     DIM: gl.constexpr = PIECES * WIDTH
     dim = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
     norms = ()
@@ -89,8 +89,8 @@ def normed_and_rotated(
     stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """As `token_heads`, with what `head_constants` has found. `source` is where each row's first
-    piece begins in the first part; rows that are not `there` are no heads."""
+    """`token_heads` after `head_constants`. `source` points to each row's first piece in the first
+    part. Rows that are not `there` are padding."""
     norms, biases, cos, sin = constants
     x = biases
     if len(biases) == 0:

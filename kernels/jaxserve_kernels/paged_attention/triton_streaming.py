@@ -1,11 +1,11 @@
-"""Attention of single tokens, launched early (PDL): what earlier steps have left in the cache is
+"""Attention of single tokens, launched early (PDL): pages that earlier steps have written are
 copied before this step's queries exist.
 
-A program takes one token and KV head, and one split of the context. It fills a ring of pages in
-shared memory, and only then waits for the kernels before it. Then it norms and rotates the queries
-that share the KV head, the token's key and its value, all from the projection's partial sums: no
-kernel lies between. The new key is the first that the softmax sees, in the split that holds its
-page; that program writes it and the value into the cache, too.
+A program takes one token, KV head and split of the context. It first fills a ring in shared memory
+with pages, and then waits for earlier kernels. From the projection's partial sums it computes the
+queries that share the KV head, the token's key and its value, so no kernel is needed between
+projection and attention. The split that contains the new key's page visits that key first, and
+writes the key and the value into the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
 _ROWS = 16
-"""Queries that share a KV head, its key and its value, and padding."""
+"""Rows of a program: the queries that share a KV head, its key and its value, and padding."""
 
 
 @gluon.jit
@@ -39,7 +39,7 @@ def _copy(
     kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, layout: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """A page's keys and values; zeros from the new token on, and behind the window."""
+    """Copies a page's keys and values; zeros from the new token on, and before the window."""
     place = gl.arange(0, PAGE, gl.SliceLayout(1, layout))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
     row = (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + place
@@ -53,7 +53,7 @@ def _copy(
 
 @gluon.jit
 def _joined(low, high):
-    """The halves of rows behind one another."""
+    """Concatenates the halves of rows."""
     return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [low.shape[0], 2 * low.shape[1]])
 
 
@@ -103,7 +103,7 @@ def _attend(
     keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAGE, DIM], tile_layout)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAGE, DIM], tile_layout)
     pages = ()
-    for stage in gl.static_range(STAGES):  # asked for at once
+    for stage in gl.static_range(STAGES):  # all copies in flight at once
         page = gl.load(table + gl.minimum(begin + stage, end - 1))
         pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
     for stage in gl.static_range(STAGES):
@@ -197,7 +197,7 @@ def _attend(
     query = gl.arange(0, ROWS, sums_row)
     out_dim = gl.expand_dims(gl.arange(0, DIM, sums_dim), 0)
     valid = gl.expand_dims(query < group, 1)
-    if per_split >= blocks:  # the first split has seen everything
+    if per_split >= blocks:  # the first split has visited everything
         out = acc / gl.expand_dims(weight, 1)
         out_row = token * q_heads + kv_head * group + gl.expand_dims(query, 1)
         gl.store(out_ptr + out_row * DIM + out_dim, out.to(gl.bfloat16), mask=valid)
@@ -209,8 +209,7 @@ def _attend(
 
 
 def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
-    """Whether this kernel is for such heads and pages; others are left to the kernels that any
-    call has."""
+    """Whether this kernel supports these heads and pages. Others use the kernels for any sizes."""
     kv_heads, _, page_size, head_dim = kv.shape[2:]
     heads = qkv.shape[2] // (head_dim * kv_heads)  # with a key's and a value's
     return (
@@ -236,7 +235,8 @@ def attend(
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Array]:
-    """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
+    """`attention_inputs`, then `paged_attention` of tiles of one token. Returns its result, and
+    kv."""
     num_pages, kv_heads, _, _, head_dim = kv.shape[1:]
     parts, tokens, width = qkv.shape
     q_heads = width // head_dim - 2 * kv_heads

@@ -1,11 +1,12 @@
-"""Pages of keys and values in shared memory, and a token's attention over one of them.
+"""Copies pages of keys and values to shared memory, and attends to one of them.
 
-Each warp takes a quarter of a page's keys and has a peak, weights and sums of its own: [warps, ...]
-is the first axis of all of them, and of the products, whose rows are keys or channels and whose
-columns are queries. So warps wait for each other for copies only.
+Each warp takes a quarter of a page's keys and has its own peak, weights and sums. The first axis of
+these, and of the products, is that of warps. Rows of products are keys or channels, columns are
+queries. So warps wait for each other only for copies.
 
-A page is a stage of a ring: tiles [page, half] of 16-bit words, keys before values. Of bfloat16
-each half of the heads is a tile, of 8 bits a word is an element of each half.
+A page is one stage of a ring: tiles [page, half] of 16-bit words, keys before values. In bfloat16
+each half of the heads is a tile. In 8 bits there is one tile, whose words hold an element of each
+half.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ FP8 = gl.constexpr(2)
 """Kinds of keys and values."""
 
 LIFT = gl.constexpr(256.0)
-"""What int8's scales of values are multiplied by, so that probabilities times them are float16's
-normal numbers as long as they count; 65,504 / 256 is still beyond any scale."""
+"""Factor on int8's value scales. It keeps probabilities times scales within float16's normal
+numbers, as long as they matter. No scale exceeds float16's 65,504 / 256."""
 
 
 @gluon.jit
 def int8_halves(words):
-    """What the bytes of words are, less 128: a byte becomes the last of 1,024's mantissa in
-    float16, from which 1,152 is taken."""
+    """The bytes of words minus 128. A byte becomes the low bits of the mantissa of 1,024 in
+    float16; then 1,152 is subtracted."""
     return gl.inline_asm_elementwise(
         """{ .reg .b32 a,b,k; mov.b32 k,0x64806480;
         prmt.b32 a,$2,0x64646464,0x4240; prmt.b32 b,$2,0x64646464,0x4341;
@@ -40,7 +41,7 @@ def int8_halves(words):
 
 @gluon.jit
 def e4m3_halves(words):
-    """What the bytes of words are, exact in float16."""
+    """The e4m3 numbers of the bytes of words, exact in float16."""
     return gl.inline_asm_elementwise(
         """{ .reg .b16 x,y; .reg .b32 a; prmt.b32 a,$2,0,0x3120; mov.b32 {x,y},a;
         cvt.rn.f16x2.e4m3x2 $0,x; cvt.rn.f16x2.e4m3x2 $1,y; }""",
@@ -53,9 +54,9 @@ def pages_of_split(
     position, split,
     PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Of the token at `position`: the split's first page and the one after its last; whether the
-    split has the page of the token itself; all pages that the token sees, and those of a split. A
-    split without pages begins at its end or behind it."""
+    """For the token at `position`: the split's first page and the page after its last one; whether
+    the split contains the token's own page; the number of pages that the token sees, and the number
+    per split. If begin >= end the split has no pages."""
     blocks = position // PAGE + 1
     if WINDOW:
         before = gl.maximum(position - WINDOW + 1, 0) // PAGE
@@ -75,8 +76,8 @@ def copy_page(
     kv_ptr, scales_ptr, row, held, tiles, scales,
     PAGE: gl.constexpr, HALF: gl.constexpr, KIND: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
-    """Keys and values of the page that begins at row `row`, and int8's scales: the first `held`,
-    of those the ones that the window of the next sees, then zeros."""
+    """Copies keys and values of the page that begins at row `row`, and int8's scales. Only the
+    first `held` tokens inside the window of the next token are copied, zeros elsewhere."""
     copy: gl.constexpr = gl.BlockedLayout(
         [1, 1, 8], [1, 256 // HALF, HALF // 8], [1, gl.num_warps(), 1], [2, 1, 0]
     )
@@ -110,8 +111,8 @@ def copy_page(
 
 @gluon.jit
 def for_each_warp(memory, layout: gl.constexpr):
-    """Queries, [rows, channels] in shared memory, as what each warp multiplies its keys with:
-    [warps, channels, rows]."""
+    """Loads queries [rows, channels] from shared memory as the operand of every warp: [warps,
+    channels, rows]."""
     x = memory.permute((1, 0)).load(gl.SliceLayout(0, layout))
     shape: gl.constexpr = [gl.num_warps(), x.shape[0], x.shape[1]]
     return gl.expand_dims(x, 0).broadcast_to(shape)
@@ -119,7 +120,7 @@ def for_each_warp(memory, layout: gl.constexpr):
 
 @gluon.jit
 def _halves(tiles, first, TRANSPOSED: gl.constexpr, left: gl.constexpr, KIND: gl.constexpr):
-    """Both halves of keys or values, in the type of products."""
+    """Loads both halves of keys or values, in the dtype of products."""
     low = tiles.index(first)
     if TRANSPOSED:
         low = low.permute((0, 2, 1))
@@ -141,7 +142,7 @@ def visit_page(
     tiles, scales, stage, held, q_low, q_high, peak, weights, acc_low, acc_high, scale,
     KIND: gl.constexpr, WINDOW: gl.constexpr = 0,
 ):  # fmt: skip
-    """A page, of which the first `held` keys count: a quarter of them by each warp."""
+    """Visits a page, a quarter of its keys per warp. Keys after the first `held` are masked."""
     layout: gl.constexpr = weights.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -176,9 +177,9 @@ def visit_page(
 
 @gluon.jit
 def of_all_warps(found, peaks, weights, layout: gl.constexpr):
-    """The sum of what the warps found, by their softmax weights: halves [rows, half], its peak and
-    its weight [rows]. In shared memory: sums [halves and warps, rows, half], the others
-    [warps, rows]."""
+    """Adds the warps' results by their softmax weights. Returns halves [rows, half], and the peak
+    and weight [rows] of the sum. In shared memory sums are [halves * warps, rows, half], peaks and
+    weights [warps, rows]."""
     WARPS: gl.constexpr = gl.num_warps()
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     top = peaks.index(0).load(of_row)

@@ -1,9 +1,9 @@
-"""Attention of single tokens as in `triton_streaming`, with a softmax for each warp: over bfloat16,
-int8 and e4m3.
+"""Attention of single tokens as in `triton_streaming`, with one softmax per warp: over bfloat16,
+int8 and e4m3 caches.
 
-A program's four warps share the keys of each page, and what they found is added up once, at the
-end. Of 8 bits, keys and values enter the products as what their bytes are: the keys' scales
-multiply scores, the values' probabilities (int8) or the result (e4m3).
+A program's four warps share the keys of each page, and their results are added once, at the end.
+8-bit keys and values enter the products unscaled: the keys' scales multiply the scores, the values'
+scales the probabilities (int8) or the result (e4m3).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
 _MOST_ROWS = 16
-"""Queries that share a KV head, its key and its value."""
+"""The most rows of a program: the queries that share a KV head, its key and its value."""
 
 
 @gluon.jit
 def _encoded(x, factor, KIND: gl.constexpr):
-    """Numbers times `factor` in 8 bits: their bytes, and the numbers that those are."""
+    """Encodes x * factor in 8 bits. Returns the bytes, and the numbers that they encode."""
     if KIND == FP8:
         code = gl.minimum(gl.maximum(x * factor, -448.0), 448.0).to(gl.float8e4nv)
         byte = code.to(gl.uint8, bitcast=True).to(gl.int32)
@@ -67,8 +67,8 @@ def _attend(
     SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     WINDOW: gl.constexpr = 0, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """A program per tile, KV head and split. `scales_ptr`: as the format's cache has them; nothing
-    of bfloat16."""
+    """One program per tile, KV head and split. `scales_ptr`: the scales of the format's cache;
+    ignored for bfloat16."""
     DIM: gl.constexpr = 2 * HALF
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = PAGE // WARPS
@@ -104,13 +104,13 @@ def _attend(
             gdc_wait()  # so that this kernel never ends before those that it follows
         return
 
-    # Each memory as what is copied into it, and as what is read out of it.
+    # Each buffer has two views: one for copies into it, and one for reads.
     ring = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, PAGE, HALF], spread)
     tiles = ring.reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, HALF], spread)
     scales_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, PAGE], plain)
     scales = scales_ring.reinterpret(gl.float32, [STAGES * 2, WARPS, KEYS], plain)
     pages = ()
-    for stage in gl.static_range(STAGES):  # asked for at once
+    for stage in gl.static_range(STAGES):  # all copies in flight at once
         page = gl.load(table + gl.minimum(begin + stage, end - 1))
         pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
     for stage in gl.static_range(STAGES):
@@ -216,7 +216,7 @@ def _attend(
     spread_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [3, 2, 1, 0])
     spread_2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     acc = gl.permute(gl.join(acc_low, acc_high), (3, 0, 2, 1))
-    gl.barrier()  # nobody reads the ring any more
+    gl.barrier()  # all warps have finished reading the ring
     ring.reinterpret(gl.float32, found_shape, spread_4).store(acc)
     peaks_mem.store(peak)
     weights_mem.store(gl.sum(weights, axis=1))
@@ -241,7 +241,7 @@ def _attend(
         low *= rest
         high *= rest
     valid = gl.expand_dims(row < group, 1)
-    if per_split >= blocks:  # the first split has seen everything
+    if per_split >= blocks:  # the first split has visited everything
         share = gl.expand_dims(1.0 / weight, 1)
         q_row = token * q_heads + kv_head * group + gl.expand_dims(row, 1)
         target = out_ptr + q_row * DIM + dim
@@ -257,11 +257,11 @@ def _attend(
 
 
 def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr, target: Target) -> Config:
-    """A configuration for so many single tokens.
+    """A configuration for `tiles` single tokens.
 
-    Pages in a ring take memory from the weights of the next kernel, which are copied meanwhile: two
-    are best, but three of bfloat16 where contexts are long for each program. A lone token's context
-    is split further, so that no program has much to visit.
+    Ring stages take shared memory from the next kernel, which copies its weights meanwhile. Two
+    stages are best, or three in bfloat16 if each program has a long context. The context of a lone
+    token is split further, so that no program has much to visit.
     """
     limits = limits_of(target)
     programs = (1 if tiles > 1 else 2) * limits.warps_programs * target.gpu.multiprocessors
@@ -271,7 +271,7 @@ def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr, target: Target) 
 
 
 def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
-    """Whether this kernel is for such heads and pages, of bfloat16 or of words of 8-bit numbers."""
+    """Whether this kernel supports these heads and pages, in bfloat16 or 8-bit words."""
     kv_heads, _, page_size, width = kv.shape[2:]
     dense = kv.dtype == jnp.bfloat16
     head_dim = width if dense else 2 * width
@@ -300,7 +300,8 @@ def attend(
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Array]:
-    """`attention_inputs`, and `paged_attention` of tiles of one token: its result, and kv."""
+    """`attention_inputs`, then `paged_attention` of tiles of one token. Returns its result, and
+    kv."""
     cache = jax.new_ref(kv)
     out = launch(
         qkv,
@@ -337,8 +338,9 @@ def launch(
     window: int | None = None,
     target: Target,
 ) -> Array:
-    """Attention [tokens, q_heads, head_dim] of tiles of one token; their keys and values go into
-    `kv`, whose last axis is an element of bfloat16 or of each half of a head in 8 bits."""
+    """Returns attention [tokens, q_heads, head_dim] of tiles of one token, and writes their keys
+    and values to `kv`. An element of its last axis is one bfloat16 element, or a word with an 8-bit
+    element of each half of a head."""
     num_pages, kv_heads, _, page_size, width = kv.shape[1:]
     half = width // 2 if kind.value == BF16.value else width
     parts, tokens, columns = qkv.shape

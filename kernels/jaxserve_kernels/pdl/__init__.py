@@ -1,5 +1,5 @@
-"""Programmatic dependent launch (PDL): kernels launched by one call, each started before its
-predecessor ends."""
+"""Programmatic dependent launch (PDL): one call launches a chain of kernels, each of which may
+start before its predecessor ends."""
 
 from jaxserve_kernels.pdl.api import FOR_HOPPER as FOR_HOPPER
 from jaxserve_kernels.pdl.api import call as call

@@ -1,4 +1,4 @@
-"""Decides where kernels are launched by PDL."""
+"""Decides which functions launch their kernels by PDL."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ FOR_HOPPER = "written for GPUs of compute capability 9.0"
 
 
 def call[R](function: Callable[..., R], *args: Any, target: Target) -> R:
-    """function(*args, target=target), where it may be as one call of all kernels that it calls.
+    """Returns function(*args, target=target), and launches all its kernels by PDL if possible.
 
-    That is on Hopper, if the function computes everything in kernels that can start early; what
-    lies between them may only be slices of whole rows and other shapes. Each kernel is brought to
-    the multiprocessors while its predecessor runs, and does there what needs no results of others,
-    such as reading weights. Elsewhere the function is called as it is.
+    That needs Hopper, and a function that computes everything in kernels that can start early. It
+    may only reshape arrays and slice whole rows between them. Each kernel starts while its
+    predecessor runs, and does work that needs no results of others, such as reading weights.
+    Otherwise the function is called as it is.
 
-    What the function returns is made by its kernels, or is an argument that they wrote in place.
+    Each result of the function must be the result of a kernel, or an argument that a kernel updates
+    in place.
     """
     if not _possible(target=target):
         return function(*args, target=target)
@@ -30,15 +31,16 @@ def call[R](function: Callable[..., R], *args: Any, target: Target) -> R:
 
 
 def _possible(*, target: Target) -> bool:
-    """The products are Hopper's. The call holds machine code and nothing else, and is read by
-    structures of a jaxlib that we know."""
+    """Whether the target gets PDL. The kernels that start early are written for Hopper. The call
+    holds machine code, so it needs ptxas. Its handler reads private structures of jaxlib, so it
+    needs a known version (`records`)."""
     return (
         target.uses_triton() and why_impossible(target=target) is None and not records.hold_source()
     )
 
 
 def why_impossible(*, target: Target) -> str | None:
-    """Why the GPU that is traced for gets no PDL; None: it may."""
+    """Why the target's GPU gets no PDL; None if it may."""
     if target.gpu.compute_capability != 90:
         return FOR_HOPPER
     if not ptxas.available():

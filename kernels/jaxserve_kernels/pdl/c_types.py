@@ -1,6 +1,6 @@
-"""The structures of XLA's foreign functions and of CUDA that launches read and fill.
+"""C structures of XLA's foreign function interface and of CUDA, as ctypes.
 
-xla/ffi/api/c_api.h (version 0.4) and cuda.h (12 and later).
+Sources: xla/ffi/api/c_api.h (version 0.4) and cuda.h (12 and later).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StreamArguments(Structure):
 
 
 class LaunchAttribute(Structure):
-    """CUlaunchAttribute, of which the value is 64 bytes."""
+    """CUlaunchAttribute. Its value takes 64 bytes."""
 
     _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
 
@@ -110,5 +110,5 @@ MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)
-"""A handler, and XLA's own functions: they take the address of a structure, and return null or an
-error."""
+"""Type of handlers and of XLA's own functions. The argument is the address of a structure, the
+result an error or null."""

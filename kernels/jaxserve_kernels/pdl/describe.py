@@ -1,4 +1,4 @@
-"""How the kernels of a call are launched: found where jax-triton would write records of them."""
+"""Compiles a kernel call and extracts its launch parameters, through jax-triton's own lowering."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Description(NamedTuple):
     code: ptxas.Code
     grid: tuple[int, int, int]
     numbers: list[Number | None]
-    """The kernel's parameters in order; None: the next buffer."""
+    """The kernel's parameters in order. None stands for the next of `buffers`."""
     buffers: list[tuple[bool, int]]
-    """Whether it is an operand of the call, and which operand or result."""
+    """For each buffer: whether it is an operand of the call, and the operand's or result's
+    index."""
 
 
 class _Operand(NamedTuple):
@@ -31,7 +32,7 @@ class _Operand(NamedTuple):
 
 
 def describe(equation: Any) -> Description:
-    """The launch that a traced call of a kernel becomes; compiles the kernel."""
+    """Compiles the kernel of a traced call, and returns how to launch it."""
     params = equation.params
     avals = [getattr(var.aval, "inner_aval", var.aval) for var in equation.invars]
     context = types.SimpleNamespace(

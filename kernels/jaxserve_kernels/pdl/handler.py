@@ -1,11 +1,11 @@
-"""XLA's side of a call of kernels: a foreign function.
+"""The foreign function through which XLA launches a chain of kernels.
 
-XLA captures the launches of one call into one graph inside the step's, and such a graph keeps the
-edges over which a kernel starts early; between calls there are none, because each is a graph of its
-own (jax registers no handler that could add nodes to the step's).
+XLA captures the launches of one call into a child graph of the step's CUDA graph. A child graph
+keeps the programmatic edges over which a kernel starts early. There are none between two calls,
+because each has its own child graph (jax registers no handler that could add nodes to the step's).
 
-The handler is a Python function behind a C pointer, so nothing is compiled on the host. XLA calls
-it when it runs a program for the first time, when it records the program's graph, and when buffers
+The handler is a Python function behind a C pointer, so the host needs no C compiler. XLA calls it
+when it runs a program for the first time, when it records the program's graph, and when buffers
 have moved since.
 """
 
@@ -32,14 +32,15 @@ _lock = threading.Lock()
 
 @functools.cache
 def register(platform: str = "CUDA") -> None:
-    """Make the call known to XLA; before a program with it is made or loaded."""
+    """Registers the handler with XLA. Call it before a program that uses it is compiled or
+    loaded."""
     handlers = {"execute": jax.ffi.pycapsule(_handle)}
     jax.ffi.register_ffi_target(TARGET, handlers, platform=platform)
 
 
 @c_types.Function
 def _handle(address: int) -> int | None:
-    """An XLA_FFI_Handler: launches, or says what it can do."""
+    """An XLA_FFI_Handler: launches the kernels, or fills in the handler's metadata."""
     frame = c_types.CallFrame.from_address(address)
     try:
         if frame.extension and frame.extension.contents.type == c_types.METADATA:
@@ -66,7 +67,7 @@ def _describe(extension: c_types.MetadataExtension) -> None:
 
 
 def _stream(frame: c_types.CallFrame) -> tuple[int, int | None]:
-    """Where to launch, and an error of XLA's if that is not to be had."""
+    """The CUDA stream to launch on, and XLA's error if it has none."""
     get = c_types.StreamArguments(ctypes.sizeof(c_types.StreamArguments), None, frame.context)
     error = c_types.Function(frame.api.contents.stream_get)(ctypes.addressof(get))
     return get.stream or 0, error

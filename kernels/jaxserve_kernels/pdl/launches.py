@@ -1,4 +1,4 @@
-"""The launches of a call: packed into a program, and run from there."""
+"""The launches of a call: how they are packed into a program's bytes, unpacked and run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve_kernels.pdl import c_types
 from jaxserve_kernels.pdl.plan import Place
 
 type Number = tuple[str, int | float]
-"""A format of `struct`, and a value."""
+"""A format character of `struct`, and a value."""
 
 
 class Launch(NamedTuple):
@@ -29,14 +29,15 @@ class Launch(NamedTuple):
     code: ptxas.Code
     grid: tuple[int, int, int]
     parameters: tuple[Place | Number, ...]
-    """In the kernel's order."""
+    """In the order of the kernel's signature."""
 
 
 def pack(launches: Sequence[Launch], zeroed_bytes: int = 0) -> bytes:
-    """A digest, by which the launches are known at run time, and the launches.
+    """Serialises launches. The result begins with a digest, the key of the launches at run time.
 
     Args:
-      zeroed_bytes: of the last buffer, from its beginning, that are zero before the first launch.
+      zeroed_bytes: how many bytes at the beginning of the last buffer (scratch) are set to zero
+        before the first launch.
     """
     codes = list(dict.fromkeys(launch.code for launch in launches))
     cubins = [_assemble(code) for code in codes]
@@ -77,12 +78,12 @@ class _Kernel(NamedTuple):
 
 
 class Launches:
-    """Launches with their arguments in C, of which only addresses change."""
+    """Launches with prepared C arguments. A new run only changes the buffers' addresses."""
 
     def __init__(self, body: bytes):
         """
         Args:
-          body: what `pack` puts behind the digest.
+          body: the bytes of `pack` after the digest.
         """
         body = zlib.decompress(body)
         (length,) = struct.unpack_from("<I", body)
@@ -99,10 +100,10 @@ class Launches:
         self._buffers = np.array([buffer for buffer, _ in places], np.int64)
         self._offsets = np.array([offset for _, offset in places], np.uint64)
         self._addresses = np.zeros(len(places) + 1, np.uint64)  # the last one stays null
-        self._numbers: list[Any] = []  # held: C points to them
+        self._numbers: list[Any] = []  # keeps them alive: C points to them
         self._zeroed_bytes: int = head["zeroed_bytes"]
         self._launches = [self._prepare(*launch) for launch in head["launches"]]
-        self._launches[0][1].num_attributes = 0  # what comes before the call has ended
+        self._launches[0][1].num_attributes = 0  # the kernels before the call have ended
 
     def _prepare(self, index: int, grid: list[int], parameters: list[Any]) -> tuple[int, Any, Any]:
         slots = self._addresses.ctypes.data
@@ -128,7 +129,7 @@ class Launches:
         return index, config, pointers
 
     def launch(self, buffers: Sequence[int], stream: int) -> None:
-        """Launch all on a stream of the current context.
+        """Launches all kernels on a stream of the current context.
 
         Args:
           buffers: addresses of the call's operands, then of its results.
@@ -149,13 +150,14 @@ class Launches:
 
 @functools.cache
 def _load(kernel: _Kernel) -> c_void_p:
-    """On the device of the current context; a process has one."""
+    """Loads a kernel on the device of the current context. A process has one device."""
     module, function = c_void_p(), c_void_p()
     cuda = cuda_driver.locked_library()
     check(cuda.cuModuleLoadData(byref(module), kernel.cubin), "cuModuleLoadData")
     name = kernel.name.encode()
     check(cuda.cuModuleGetFunction(byref(function), module, name), "cuModuleGetFunction")
-    # Kernels share a multiprocessor only if they agree on how its memory is divided.
+    # Kernels share a multiprocessor only if they ask for the same split of its memory into shared
+    # memory and L1 cache.
     for attribute, value in (
         (c_types.MAX_SHARED_BYTES, kernel.shared_bytes),
         (c_types.SHARED_CARVEOUT, 100),

@@ -1,4 +1,4 @@
-"""One call for many kernels, in a program that is traced and lowered."""
+"""Traces a function into a chain of kernels, and lowers the chain to one call of the handler."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jaxserve_kernels.pdl.launches import Launch, Number, pack
 from jaxserve_kernels.target import Target
 
 _LEAST_SCRATCH = (2 << 20) + 1
-"""Bytes. XLA's `vmm` allocator hands out blocks of a size in turn, and one of 2 MiB for anything
-smaller, each step's input among them. Scratch of that size would lie elsewhere in each step, and
-the graph of the whole chain be changed for it."""
+"""Bytes, more than 2 MiB. XLA's `vmm` allocator rotates among blocks of the same size, and gives
+2 MiB blocks to all smaller buffers, such as each step's input. Scratch of that size would have
+another address in each step, and XLA would have to update the graph of the whole chain."""
 
 _pdl_p = core.Primitive("pdl_launches")
 _pdl_p.multiple_results = True
 
 
 class Traced(NamedTuple):
-    """A function that calls kernels and does nothing else, with its arguments."""
+    """A traced function that only calls kernels, with its arguments."""
 
     jaxpr: Any
     operands: list[Any]
@@ -36,13 +36,14 @@ class Traced(NamedTuple):
     """A tree of shapes."""
 
     def call(self) -> Any:
-        """Launches the kernels as one call: returns the function's results."""
+        """Launches the kernels as one call. Returns the function's results."""
         results = _pdl_p.bind(*self.operands, jaxpr=self.jaxpr)
         return jax.tree.unflatten(jax.tree.structure(self.results), results)
 
 
 def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | None:
-    """None: the function computes something outside of kernels."""
+    """Traces a function for PDL. None if it computes anything outside of kernels, or if one of its
+    kernels does not compile."""
     choices: list[Any] = []
     launched = functools.partial(
         function, target=target.replace(pdl=True, observe=target.observe and choices.append)
@@ -54,14 +55,14 @@ def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | 
         return None
     if target.checked and not _compile(calls):
         return None
-    for choice in choices:  # not those of a function that gets no PDL, which is traced again
+    for choice in choices:  # only now: a function without PDL is traced again, and reports then
         assert target.observe is not None
         target.observe(choice)
     return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], results)
 
 
 def _compile(calls: Sequence[plan.KernelCall]) -> bool:
-    """Whether all kernels of a call compile for the GPU that is traced for. They are kept."""
+    """Whether all kernels of a call compile for the target's GPU. The results are cached."""
     alike = {_kind(call.equation): call.equation for call in calls}
     try:
         for equation in alike.values():
@@ -73,7 +74,7 @@ def _compile(calls: Sequence[plan.KernelCall]) -> bool:
 
 
 def _kind(equation: Any) -> Any:
-    """What a layer's call of a kernel has in common with those of other layers."""
+    """A key that calls of the same kernel in different layers share."""
     params = equation.params
     types = tuple(str(var.aval) for var in (*equation.invars, *equation.outvars))
     return params["fn"], params["metaparams"], params["backend_options"], types
@@ -91,9 +92,9 @@ def _lower(context: Any, *operands: Any, jaxpr: Any) -> Any:
     rule = jax.ffi.ffi_lowering(handler.TARGET, operand_output_aliases=planned.aliases)
     scratch = ShapedArray((max(planned.scratch_bytes, _LEAST_SCRATCH),), jnp.uint8)
     context = context.replace(avals_out=[*context.avals_out, scratch])
-    count = len(launches)  # for people who look at the program
+    count = len(launches)  # for people who read the program's text
     packed = pack(launches, planned.zeroed_bytes)
-    # The handler reads the attribute whose name is first.
+    # The handler reads the attribute whose name sorts first: `kernels`.
     return rule(context, *operands, kernels=packed, launches=count)[:-1]
 
 

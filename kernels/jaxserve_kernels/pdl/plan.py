@@ -1,8 +1,8 @@
-"""From a traced function that does nothing but call kernels to a list of launches.
+"""Turns a traced function that only calls kernels into a list of launches.
 
-Between the calls there may be views: slices of whole rows, other shapes, references. Every array
-that a kernel makes gets a place: one of the function's results, or one in a scratch buffer, from
-the kernel that writes it to the last one that reads it.
+Between the calls there may be views: slices of whole rows, reshapes and references. Every array
+that a kernel writes gets a place: a result of the function, or a part of a scratch buffer. The
+array holds its part from the kernel that writes it until the last one that reads it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class NotOnlyKernels(Exception):
 
 
 class Place(NamedTuple):
-    """Bytes from `offset` of a buffer: the operands of the call come first, then its results, the
-    last of which is the scratch buffer."""
+    """Bytes from `offset` on in buffer number `buffer`. Buffers are the operands of the call, then
+    its results. The last result is the scratch buffer."""
 
     buffer: int
     offset: int
 
 
 class KernelCall(NamedTuple):
-    """A kernel's equation, and where its operands and results are."""
+    """A kernel's equation, and the places of its operands and results."""
 
     equation: Any
     operands: tuple[Place, ...]
@@ -35,18 +35,19 @@ class KernelCall(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a function becomes."""
+    """The launches and buffers of a function."""
 
     calls: tuple[KernelCall, ...]
     aliases: dict[int, int]
-    """Operands that are written in place, and the results that they then are."""
+    """Operands that kernels update in place, mapped to the results that they become."""
     scratch_bytes: int
     zeroed_bytes: int
-    """The first of them are zero when the first kernel starts."""
+    """How many bytes at the beginning of the scratch buffer must be zero before the first kernel
+    starts."""
 
 
 class _View(NamedTuple):
-    """An array inside another one, which a kernel or the caller made."""
+    """An array inside a root array, which is an argument or a kernel's result."""
 
     root: Any
     offset: int
@@ -56,7 +57,7 @@ def make(jaxpr: Any) -> Plan:
     """The launches and buffers of a function.
 
     Raises:
-      NotOnlyKernels: see there.
+      NotOnlyKernels: the function computes something outside of kernels.
     """
     views: dict[Any, _View] = {var: _View(var, 0) for var in (*jaxpr.constvars, *jaxpr.invars)}
     equations: list[Any] = []
@@ -137,7 +138,7 @@ def _bytes(aval: Any) -> int:
 
 
 class _Scratch:
-    """Places that arrays have for a while, from `begin` on."""
+    """Allocates places for a limited time, from offset `begin` on."""
 
     def __init__(self, begin: int) -> None:
         self._begin = self.size = begin

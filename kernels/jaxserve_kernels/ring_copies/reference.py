@@ -13,11 +13,11 @@ def from_ring(pages: Array, ring: Array, pairs: Array, *, axis: int) -> Array:
 
     Args:
       pages: [..., pages, ...], updated in place when donated.
-      ring: [slots, ...], the shape of `pages` without its axis of pages behind that of slots, in
-        the same dtype.
-      pairs: int32 [2, moves], pages and slots. No page occurs twice, but for pages whose content is
-        of no interest.
-      axis: of pages.
+      ring: [slots, ...] in the same dtype: an axis of slots, then the axes of `pages` except that
+        of pages.
+      pairs: int32 [2, moves], page numbers, then slot numbers. A page may occur twice only if
+        nobody reads it.
+      axis: the axis of pages.
 
     Returns:
       The array with these pages overwritten.
@@ -29,8 +29,11 @@ def from_ring(pages: Array, ring: Array, pairs: Array, *, axis: int) -> Array:
 
 
 def to_ring(pages: Array, ring: Array, pairs: Array, *, axis: int) -> Array:
-    """Copies pages into slots of a ring, which is returned and updated in place when donated. As
-    `from_ring`; no slot occurs twice, but for slots whose content is of no interest."""
+    """Copies pages into slots of a ring: ring[slot] = pages[:, page], for each pair.
+
+    Returns the ring, which is updated in place when donated. Arguments are those of `from_ring`. A
+    slot may occur twice only if nobody reads it.
+    """
     for page, slot in _each(pairs):
         part = jnp.moveaxis(lax.dynamic_slice_in_dim(pages, page, 1, axis), axis, 0)
         ring = lax.dynamic_update_slice_in_dim(ring, part, slot, 0)
@@ -38,6 +41,6 @@ def to_ring(pages: Array, ring: Array, pairs: Array, *, axis: int) -> Array:
 
 
 def _each(pairs: Array) -> Iterator[tuple[Array, Array]]:
-    """Yields the page and the slot of each move. A loop on the device takes twice as long: its
-    copies are launched one by one (lab/logs/offload.md)."""
+    """Yields the page and the slot of each move. The copies are unrolled: a loop on the device
+    launches them one by one and takes twice as long (lab/logs/offload.md)."""
     return ((pairs[0, number], pairs[1, number]) for number in range(pairs.shape[1]))

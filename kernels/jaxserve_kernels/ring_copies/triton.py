@@ -1,4 +1,4 @@
-"""All moves in one launch: a program copies some bytes of a layer's part of a page."""
+"""All copies in one launch. A program copies some bytes of one layer's part of a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _BYTES = 16384
-"""That a program copies: its 128 threads have eight loads of 16 each on their way at once."""
+"""Bytes that a program copies: each of its 128 threads has eight 16-byte loads in flight."""
 
 
 @triton.jit

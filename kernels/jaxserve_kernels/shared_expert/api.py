@@ -22,7 +22,8 @@ def add_shared_expert(
 
 
 def _configure(*_: Any, target: Target, **__: Any) -> Refusal | None:
-    """XLA makes one kernel of the definition, which only a chain of ours may not have."""
+    """Refuses calls outside a PDL chain: there XLA compiles the definition to one kernel. A PDL
+    chain cannot contain XLA's kernels."""
     return None if target.uses_triton() and target.pdl else NOT_PDL
 
 

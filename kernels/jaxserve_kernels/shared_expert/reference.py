@@ -13,20 +13,20 @@ from jaxserve_kernels.dense_matmul.reference import sum_parts
 def add_shared_expert(
     update: Array, shared: Array, scores: Array, *, column: int, dtype: DTypeLike
 ) -> Array:
-    """What a token's experts give, and the shared expert times the sigmoid of its score::
+    """The routed experts' result plus the shared expert's, times the sigmoid of its score::
 
         sum(update) + sum(shared) * sigmoid(sum(scores)[:, column])
 
-    in float32, rounded to `dtype` in the end (Qwen2-MoE's shared expert).
+    computed in float32 and rounded to `dtype` at the end, as in Qwen2-MoE.
 
     Args:
-      update: [parts, tokens, embed], partial sums of the experts.
-      shared: [parts, tokens, embed], of the shared expert.
-      scores: [parts, tokens, columns], of the router.
-      column: that of the shared expert's score.
+      update: [parts, tokens, embed], partial sums of the routed experts.
+      shared: [parts, tokens, embed], partial sums of the shared expert.
+      scores: [parts, tokens, columns], partial sums of the router's scores.
+      column: the column of the shared expert's score.
 
     Returns:
-      [1, tokens, embed].
+      [1, tokens, embed] in `dtype`.
     """
     score = sum_parts(scores, jnp.float32)[:, column : column + 1]
     every = sum_parts(shared, jnp.float32) * jax.nn.sigmoid(score)

@@ -1,5 +1,5 @@
-"""The sum with a shared expert, inside a decode step's launch chain. One program for some columns
-of a token."""
+"""The sum with a shared expert, as a kernel of a decode step's launch chain (PDL). There is one
+program for some columns of a token."""
 
 from __future__ import annotations
 

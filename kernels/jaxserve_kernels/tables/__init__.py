@@ -1,16 +1,15 @@
-"""What was measured on a card: limits at which operations choose, and launch parameters.
+"""Tables of measured limits, by which operations choose kernels, and of launch parameters.
 
-A JSON file for each operation and device: `<operation>/<device>.json`. It holds
+There is a JSON file for each operation and device, `<operation>/<device>.json`. It holds
 
-- `device`, `compute_capability`: where it was measured,
-- `limits`: by name a `value`, its `unit` and `meaning`, and in `source` the log or commit that
-  chose it. Programs and warps are counted for each multiprocessor, so that they follow the number
-  that another card has.
-- `launches`: parameters of a shape for up to so many tokens, found by `scripts/tune_kernels.py
-  --write`. Without an entry the operation's own rule decides.
+- `device`, `compute_capability`: the GPU of the measurements;
+- `limits`: for each name a `value`, its `unit` and `meaning`, and in `source` the log or commit
+  that chose it. Programs and warps are given per multiprocessor, so that they scale to other cards;
+- `launches`: launch parameters by shape and largest number of tokens, which
+  `scripts/tune_kernels.py --write` found. Without an entry the operation's own rule decides.
 
-Limits are taken from the nearest card: the same name, else the nearest compute capability. Launch
-parameters are taken from the same card only.
+Limits come from the nearest card: the same name, else the nearest compute capability. Launch
+parameters come from the same card only.
 """
 
 from __future__ import annotations
@@ -26,16 +25,18 @@ from jaxserve_kernels.device import Device
 from jaxserve_kernels.target import Parameters, Shape, Target
 
 LIMITS: Shape = ()
-"""In place of a shape, in `Target.with_tuned`: limits of an operation by name."""
+"""Shape under which `Target.with_tuned` overrides an operation's limits, by name."""
 
 
 def limits[Limits](operation: str, kind: type[Limits], target: Target) -> Limits:
-    """An operation's limits for a target, as `kind`, a NamedTuple whose fields the tables have."""
+    """An operation's limits for a target, as `kind`: a NamedTuple whose fields are limits'
+    names."""
     return _limits(operation, kind, target.device, target.tuned)
 
 
 def launch(operation: str, shape: Shape, tokens: int, *, target: Target) -> Parameters | None:
-    """The entry of this shape for the fewest tokens that are not below `tokens`."""
+    """Launch parameters of a shape: the entry with the smallest token limit that is at least
+    `tokens`. None if there is none."""
     for override in target.tuned:
         if (override.operation, override.shape) == (operation, shape):
             return dict(override.parameters)
@@ -50,7 +51,7 @@ def launch(operation: str, shape: Shape, tokens: int, *, target: Target) -> Para
 
 
 def file_name(device: str) -> str:
-    """Of a card's table."""
+    """The file name of a card's table."""
     return device.lower().replace(" ", "_") + ".json"
 
 
@@ -65,7 +66,7 @@ def _limits(operation: str, kind: type[Any], device: Device | None, tuned: Any) 
 
 
 def nearest(tables: Sequence[Mapping[str, Any]], device: Device | None) -> Mapping[str, Any]:
-    """The table of the nearest card; of two that are as near the one that is not above."""
+    """The table of the nearest card. Of two at the same distance, that of the lower capability."""
     if device is None:
         return tables[0]
 
@@ -78,7 +79,7 @@ def nearest(tables: Sequence[Mapping[str, Any]], device: Device | None) -> Mappi
 
 @functools.cache
 def _tables(operation: str) -> Mapping[str, Mapping[str, Any]]:
-    """By the device's name."""
+    """An operation's tables, by the device's name."""
     folder = resources.files(__name__) / operation
     files = sorted(each.name for each in folder.iterdir() if each.name.endswith(".json"))
     tables = [json.loads((folder / name).read_text(encoding="utf-8")) for name in files]

@@ -44,7 +44,7 @@ class Int8(_EightBit):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8(_EightBit):
-    """fp8 e4m3 with a scale per layer, head and kind: 1 until others are set."""
+    """fp8 e4m3 with a scale per layer, head and kind (key or value). Scales are 1 until set."""
 
     arrays = Fp8KV
     has_scales = True

@@ -1,7 +1,7 @@
 """The definition of the 8-bit formats, in plain JAX.
 
-The bytes of one head are kept in pairs, 16 bits wide, because a GPU loads 16-bit matrices into its
-tensor cores' layout and 8-bit ones not: word i holds element i in its low byte and element
+The bytes of one head are stored in pairs, as 16-bit words: a GPU can load 16-bit matrices into the
+layout of its tensor cores, but not 8-bit ones. Word i holds element i in its low byte and element
 i + head_dim/2 in its high byte.
 """
 
@@ -34,17 +34,17 @@ class EightBitKV(_Arrays, CacheArrays):
 
     @property
     def fp8(self) -> bool:
-        """Its bytes are e4m3 numbers, whose scales are given; else integers, whose scales are
-        found and stored where they are written."""
+        """True: the bytes are e4m3 numbers with given scales. False: they are integers, whose
+        scales are computed and stored when they are written."""
         raise NotImplementedError
 
     def read(self, layer: int, pages: Array, side: int) -> Array:
-        """Keys (0) or values (1) of pages of any shape, float32 [*pages.shape, kv_heads, page_size,
-        head_dim]."""
+        """Keys (side 0) or values (1) of `pages`, an array of any shape: float32 [*pages.shape,
+        kv_heads, page_size, head_dim]."""
         raise NotImplementedError
 
     def write(self, layer: int, keys: Array, values: Array, step: AttentionStep) -> Self:
-        """The cache with keys and values [tokens, kv_heads, head_dim] at their pages and
+        """The cache after writing keys and values [tokens, kv_heads, head_dim] to their pages and
         offsets."""
         raise NotImplementedError
 
@@ -54,9 +54,9 @@ class EightBitKV(_Arrays, CacheArrays):
 
 
 class Int8KV(EightBitKV):
-    """Element = (byte - 128) * scale, with scale = largest magnitude of the head / 127.
+    """int8: element = (byte - 128) * scale, with scale = largest magnitude of the head / 127.
 
-    scales are [layers, pages, kv_heads, 2, page_size].
+    scales are float32 [layers, pages, kv_heads, 2, page_size].
     """
 
     __slots__ = ()
@@ -76,9 +76,9 @@ class Int8KV(EightBitKV):
 
 
 class Fp8KV(EightBitKV):
-    """Element = e4m3 number * scale; what is beyond 448 * scale becomes that.
+    """fp8: element = e4m3 number * scale. Magnitudes above 448 * scale are clipped to it.
 
-    scales are [layers, kv_heads, 2].
+    scales are float32 [layers, kv_heads, 2].
     """
 
     __slots__ = ()
@@ -99,20 +99,20 @@ class Fp8KV(EightBitKV):
 
 
 def pair(elements: Array) -> Array:
-    """uint8 [..., head_dim] to int16 [..., head_dim/2]."""
+    """Packs bytes, uint8 [..., head_dim], into words, int16 [..., head_dim/2]."""
     low, high = jnp.split(elements.astype(jnp.uint16), 2, axis=-1)
     return lax.bitcast_convert_type(low | (high << 8), jnp.int16)
 
 
 def unpair(words: Array) -> Array:
-    """int16 [..., head_dim/2] to uint8 [..., head_dim]."""
+    """The inverse of `pair`: int16 [..., head_dim/2] to uint8 [..., head_dim]."""
     wide = lax.bitcast_convert_type(words, jnp.uint16)
     both = jnp.concatenate([wide & 0xFF, wide >> 8], axis=-1)
     return both.astype(jnp.uint8)
 
 
 def encode_int8(x: Array) -> tuple[Array, Array]:
-    """Words [..., head_dim/2] and scales [...] of x [..., head_dim]."""
+    """Encodes x [..., head_dim]. Returns words [..., head_dim/2] and scales [...]."""
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     inverse = jnp.where(largest > 0, 127.0 / largest, 0.0)
@@ -126,7 +126,7 @@ def decode_int8(words: Array, scales: Array) -> Array:
 
 
 def encode_fp8(x: Array, scales: Array) -> Array:
-    """Words [..., head_dim/2] of x [..., head_dim]; scales [...] are given."""
+    """Encodes x [..., head_dim] with given scales [...] as words [..., head_dim/2]."""
     scaled = jnp.clip(x.astype(jnp.float32) / scales[..., None], -FP8_MAX, FP8_MAX)
     return pair(lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8))
 
@@ -138,10 +138,10 @@ def decode_fp8(words: Array, scales: Array) -> Array:
 
 
 def largest_magnitudes(kv: Fp8KV) -> Array:
-    """Of what the pages hold but padding's, float32 [layers, kv_heads, 2]: keys, then values.
+    """The largest magnitudes in all pages but padding's, float32 [layers, kv_heads, 2]: keys, then
+    values. They are at most 448 * scale, because larger ones were clipped.
 
-    448 * scale stands for all that is larger. Without their signs the bytes of e4m3 numbers are in
-    the order of the numbers.
+    Without their signs, the bytes of e4m3 numbers are in the order of the numbers.
     """
     bits = lax.bitcast_convert_type(kv.words[:, 1:], jnp.uint16)
     largest = jnp.maximum(bits & 0x7F, (bits >> 8) & 0x7F).max(axis=(1, 4, 5))
@@ -163,7 +163,7 @@ def attend[Cache: EightBitKV](
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
-    """See `kv_format.attend`; keys and values are rounded to the format, nothing else is."""
+    """See `kv_format.attend`. Only keys and values are rounded to the format."""
     q, k, v = heads_of(qkv, heads, tables, kv_heads=kv.words.shape[2], eps=eps, dtype=dtype)
     kv = kv.write(layer, k, v, step)
     out = attend_pages(

@@ -1,7 +1,7 @@
-"""8-bit keys and values on a GPU: which kernels run in which order.
+"""8-bit keys and values on a GPU: the order of the kernels.
 
-Keys and values are quantised where they are written and dequantised inside attention, and chunks
-see what is made of their pages beforehand.
+The kernel that writes keys and values quantises them. Attention of single tokens dequantises them
+on the fly. Prompt chunks attend to pages that another kernel has expanded before.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def attend[Cache: EightBitKV](
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
-    """See `kv_format.attend`: one kernel writes, others attend, those of chunks over expanded
-    pages."""
+    """See `kv_format.attend`. One kernel writes keys and values, others attend: those of chunks
+    over expanded pages."""
     q, kv = write(qkv, kv, layer, heads, tables, step, eps=eps, dtype=dtype, target=target)
     if tile_size == 1:
         tiles = step.tiles.in_one_list()
@@ -64,13 +64,13 @@ def streams(
     qkv: Array, kv: EightBitKV, step: AttentionStep, *,
     tile_size: int, dtype: DTypeLike, target: Target,
 ) -> Config | Refusal:  # fmt: skip
-    """How `stream` is launched."""
+    """The launch parameters of `stream`, or why it does not accept the arguments."""
     if tile_size > 1:
         return Refusal("chunks of prompts")
     if not numbers(dtype, kv, target=target)["FAST"]:
-        return Refusal("no instructions convert bytes, which is done by arithmetic")
+        return Refusal("the GPU has no instructions that convert these bytes")
     if not triton_warps.fits(qkv, kv.words, dtype):
-        return Refusal("not such heads or pages")
+        return Refusal("sizes of heads or pages are not supported")
     tiles = step.tiles.in_one_list().first.shape[0]
     return triton_warps.heuristic(
         tiles=tiles, kv_heads=kv.words.shape[2], kind=_kind(kv), target=target
@@ -94,7 +94,8 @@ def stream[Cache: EightBitKV](
     window: int | None = None,
     target: Target,
 ) -> tuple[Array, Cache]:
-    """Single tokens, by a kernel that computes what it needs of them."""
+    """Attention of single tokens, with a kernel that also computes their queries, keys and
+    values."""
     words, scales = references(kv)
     out = triton_warps.launch(
         qkv, words, scales, layer, heads, tables, KVSlots(step.pages, step.offsets),

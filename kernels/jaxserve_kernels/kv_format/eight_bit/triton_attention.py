@@ -1,7 +1,8 @@
 """Attention of single tokens over keys and values of 8 bits.
 
-Scales never touch keys or values: the keys' multiply scores, the values' probabilities (int8) or
-the result (fp8). One program per token, KV head and split of the context, as in `paged_attention`.
+Keys and values enter the products unscaled. The keys' scales multiply the scores; the values'
+scales multiply the probabilities (int8) or the result (fp8). There is one program per token, KV
+head and split of the context, as in `paged_attention`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 KEYS = 64
-"""That are visited together."""
+"""Keys per block."""
 
 
 @triton.jit
@@ -32,13 +33,13 @@ def visit(
     kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """One block of KEYS keys, of which those up to position `last` count; with a window only the
-    last WINDOW of them."""
+    """Visits one block of KEYS keys. Keys after position `last` are masked, and with a window those
+    before the last WINDOW ones."""
     key_position = block * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, HALF)
     if PAGE >= KEYS:
         page = first_page + tl.load(table + block * KEYS // PAGE).to(tl.int64)
-    else:  # the last block may reach past the table
+    else:  # the last block may extend past the page table
         inside = key_position // PAGE < width
         entry = tl.load(table + key_position // PAGE, mask=inside, other=0)
         page = first_page + entry.to(tl.int64)
@@ -60,8 +61,8 @@ def visit(
     weight = weight * shrink + tl.sum(probs, axis=1)
     v_row = kv_row + PAGE
     values = words_ptr + v_row[:, None] * HALF + dim[None, :]
-    # What an earlier owner left past the end may be anything, even NaN, and so may pages behind the
-    # window.
+    # An earlier owner of the page may have left anything past the end, even NaN. The same holds for
+    # pages before the window.
     there = key_position <= last
     if WINDOW:
         there = there & (key_position > last - WINDOW)
@@ -84,7 +85,8 @@ def _visit_blocks(
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """What the queries in the rows `q_row` find in blocks of keys up to position `last`."""
+    """Attention of the queries in the rows `q_row` over the blocks begin..end of keys, up to
+    position `last`."""
     dim = tl.arange(0, HALF)
     first_page = (layer * num_pages).to(tl.int64)
     q_at = q_ptr + q_row[:, None] * (2 * HALF) + dim[None, :]
@@ -118,7 +120,7 @@ def _visit_blocks(
 
 @triton.jit
 def _store_rows(out_ptr, row, valid, low, high):
-    """Both halves of rows of `out_ptr` [rows, 2 * half]."""
+    """Stores both halves of rows of `out_ptr` [rows, 2 * half]."""
     HALF: tl.constexpr = low.shape[1]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     at = out_ptr + row[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
@@ -136,7 +138,7 @@ def _attend(
     SPLITS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr,
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A program per tile, KV head and split."""
+    """One program per tile, KV head and split."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -175,8 +177,8 @@ def _store(
     out_ptr, q_row, part_ptr, peak_ptr, weight_ptr, part, valid, whole,
     peak, weight, acc_low, acc_high,
 ):  # fmt: skip
-    """The result of rows whose context was seen as a whole, or their part number `part`, which is
-    merged with others."""
+    """Stores the result of rows whose whole context was visited; otherwise stores part number
+    `part`, which `merged` combines with the others."""
     ROWS: tl.constexpr = acc_low.shape[0]
     if whole:
         total = weight[:, None]
@@ -198,7 +200,7 @@ def _attend_decode_rows(
     ROWS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """As `paged_attention.triton_decode_rows` does."""
+    """Attention of decode rows beside chunks, as in `paged_attention.triton_decode_rows`."""
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
@@ -225,7 +227,7 @@ def _attend_decode_rows(
 
 
 def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) -> Config:
-    """A configuration for so many single tokens."""
+    """A configuration for `tiles` single tokens."""
     target_programs = limits_of(target).eight_bit_programs * target.gpu.multiprocessors
     wanted = max(1, min(target_programs // (tiles * kv_heads), pages_per_seq, 32))
     warps = 2 if tiles * kv_heads > 2 * target_programs else 4
@@ -285,8 +287,8 @@ def attend_decode_rows(
     sinks: Array | None = None,
     target: Target,
 ) -> None:
-    """The same of as many tiles as there are, beside chunks: stored in `out`. Few of them share
-    the places of those that are not there."""
+    """Attention of the decode rows of a mixed step. The result is stored in `out`. If there are few
+    rows, several programs share a context: see `paged_attention.triton_decode_rows`."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     q_heads, head_dim = q.shape[1:]
     rows = _rows(q, kv)
@@ -309,5 +311,5 @@ def attend_decode_rows(
 
 
 def _rows(q: Array, kv: EightBitKV) -> int:
-    """Query heads that share a KV head, as many as the tensor cores take at least."""
+    """Query heads that share a KV head, padded to what the tensor cores need."""
     return max(16, triton.next_power_of_2(q.shape[1] // kv.words.shape[2]))

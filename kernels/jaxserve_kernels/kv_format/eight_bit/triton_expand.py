@@ -1,4 +1,4 @@
-"""Attention of chunks: the pages they see become plain keys and values first, once per layer."""
+"""Attention of chunks: their pages are first expanded to plain keys and values, once per layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _expand(
     kv_heads: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     FP8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of one head in page after page, times their scales."""
+    """Expands one head of page after page: keys and values times their scales."""
     kv_head = tl.program_id(1)
     row = tl.arange(0, 2 * PAGE)  # keys, then values
     dim = tl.arange(0, HALF)[None, :]
@@ -54,13 +54,13 @@ def attend(
     sinks: Array | None = None,
     target: Target,
 ) -> Array:
-    """Attention of the tiles that are not single tokens."""
+    """Attention of the step's chunks, i.e. of all tiles but the decode rows."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     slots, width = step.page_table.shape
     each = chunks.of_tiles(step.tiles, slots)
     counts = (each.end + page_size - 1) // page_size
     behind = None
-    if window is not None:  # pages that no token of the chunk sees
+    if window is not None:  # skip the pages that no token of the chunk sees
         behind = jnp.maximum(each.start - window + 1, 0) // page_size
         counts = jnp.maximum(counts - behind, 0)
     places = chunks.divide(counts, chunks.capacity(width * page_size) // page_size)

@@ -1,4 +1,4 @@
-"""Queries, and the step's keys and values in 8 bits in their pages."""
+"""Computes queries, and writes the step's keys and values to their pages in 8 bits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _MAX_HEADS = 8
 
 @triton.jit
 def round_even(x):
-    """To the nearest integer, halves to the even one; for |x| < 2**22."""
+    """Rounds to the nearest integer, ties to even; for |x| < 2**22."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def e4m3_byte(x, E4M3: tl.constexpr):
-    """Of the nearest e4m3 number, halves to even; for |x| <= 448. E4M3: the GPU can make those."""
+    """The byte of the nearest e4m3 number, ties to even; for |x| <= 448. E4M3: the GPU has
+    instructions for this conversion."""
     if E4M3:
         byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     else:
@@ -43,7 +44,8 @@ def e4m3_byte(x, E4M3: tl.constexpr):
 
 @triton.jit
 def bytes_of(low, high, given, FP8: tl.constexpr, E4M3: tl.constexpr):
-    """Halves of heads in 8 bits, and the heads' scales: those that are given, or int8's own."""
+    """Encodes halves of heads. Returns their bytes and the heads' scales: the given ones for fp8,
+    computed ones for int8."""
     if FP8:
         low_byte = e4m3_byte(tl.clamp(low / given[:, None], -448.0, 448.0), E4M3)
         high_byte = e4m3_byte(tl.clamp(high / given[:, None], -448.0, 448.0), E4M3)
@@ -107,7 +109,8 @@ def write[Cache: EightBitKV](
     dtype: DTypeLike,
     target: Target,
 ) -> tuple[Array, Cache]:
-    """Queries [tokens, q_heads, head_dim], and the cache with the step's keys and values."""
+    """Returns queries [tokens, q_heads, head_dim], and the cache with the step's keys and
+    values."""
     num_pages, kv_heads, _, page_size, half = kv.words.shape[1:]
     parts, tokens, width = qkv.shape
     q_heads = width // (2 * half) - 2 * kv_heads
@@ -129,11 +132,12 @@ def write[Cache: EightBitKV](
 
 
 def references(kv: EightBitKV) -> tuple[Any, Any]:
-    """Words and scales to write into; scales that are given are only read."""
+    """Words and scales as kernel arguments: Refs if the kernel writes them. fp8's scales are only
+    read."""
     return jax.new_ref(kv.words), kv.scales if kv.fp8 else jax.new_ref(kv.scales)
 
 
 def frozen[Cache: EightBitKV](kv: Cache, words: Any, scales: Any) -> Cache:
-    """The cache with what kernels have written into its `references`."""
+    """The cache after kernels have written into its `references`."""
     kv = kv._replace(words=jax.freeze(words))
     return kv if kv.fp8 else kv._replace(scales=jax.freeze(scales))

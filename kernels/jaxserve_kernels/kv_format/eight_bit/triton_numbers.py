@@ -1,4 +1,4 @@
-"""Numbers of 8 bits in registers: a head is two halves, whose bytes lie in pairs."""
+"""Converts 8-bit numbers in registers. A word holds one byte of each half of a head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jaxserve_kernels.target import Target
 
 @triton.jit
 def _int8_halves(words):
-    """Both bytes less 128, exact in bfloat16: the byte becomes the last of a float's mantissa."""
+    """Both bytes minus 128, exact in bfloat16. The byte becomes the lowest bits of a float's
+    mantissa, from which a constant is subtracted."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a,b,c,d; .reg .f32 e,f,g,h,k; mov.f32 k,0f4B000080;
         prmt.b32 a,$2,0x4B000000,0x7440; prmt.b32 b,$2,0x4B000000,0x7442;
@@ -28,7 +29,7 @@ def _int8_halves(words):
 
 @triton.jit
 def _fp8_halves(words):
-    """Both bytes as numbers, exact in float16."""
+    """The e4m3 numbers of both bytes, exact in float16."""
     return tl.inline_asm_elementwise(
         """{ .reg .b16 x,y; .reg .b32 a,b; mov.b32 {x,y},$2;
         cvt.rn.f16x2.e4m3x2 a,x; cvt.rn.f16x2.e4m3x2 b,y;
@@ -39,7 +40,7 @@ def _fp8_halves(words):
 
 @triton.jit
 def float_of(byte, FP8: tl.constexpr):
-    """The number that a byte is, float32."""
+    """The number that a byte encodes, float32."""
     if FP8:  # sign, exponent and mantissa moved to their places, then the bias corrected
         bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
         number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
@@ -50,7 +51,8 @@ def float_of(byte, FP8: tl.constexpr):
 
 @triton.jit
 def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
-    """The numbers of the low and of the high bytes, in float32 or, FAST, in what holds them."""
+    """The numbers of the low and of the high bytes, in float32; FAST: in a 16-bit float dtype that
+    holds them exactly."""
     if FAST and FP8:
         first, second = _fp8_halves(words)
     elif FAST:
@@ -62,7 +64,7 @@ def halves(words, FP8: tl.constexpr, FAST: tl.constexpr):
 
 
 def numbers(dtype: DTypeLike, kv: EightBitKV, *, target: Target) -> dict[str, bool]:
-    """Which numbers the bytes are, and whether there are instructions that convert them for
-    activations of `dtype`."""
+    """The kernel constants FP8, whether the bytes are e4m3, and FAST, whether the GPU has
+    instructions that convert them for activations of `dtype`."""
     fast = dtype == jnp.bfloat16 and target.gpu.compute_capability >= (89 if kv.fp8 else 80)
     return {"FP8": kv.fp8, "FAST": fast}

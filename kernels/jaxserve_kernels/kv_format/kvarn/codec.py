@@ -1,8 +1,8 @@
 """The codec of KVarN (arXiv 2606.03458) in plain JAX: rotation, normalisation, rounding.
 
-A tile is [tokens, head_dim] of one head. Keys are rotated after QK-norm and RoPE, values as they
-are; all that is cached is rotated. With rows = channels and columns = tokens for keys, rows =
-tokens and columns = channels for values, an element decodes as::
+A tile is [tokens, head_dim] of one head. Keys are rotated after QK-norm and RoPE, values as the
+projection gives them. Everything in the cache is rotated. For keys, rows are channels and columns
+are tokens; for values, rows are tokens and columns are channels. An element decodes as::
 
     (code * row_scale + row_zero) * column_scale
 """
@@ -17,12 +17,12 @@ from jax import Array
 
 KEY_ITERATIONS, KEY_FLOOR = 2, -5.0
 VALUE_ITERATIONS, VALUE_FLOOR = 2, -0.3
-"""Passes of the normalisation, and the lowest logarithm of a scale.
+"""Passes of the normalisation, and the lower bound of a scale's logarithm.
 
-The published floor of -0.3 leaves rows and columns of small variance as they are, which for keys
-costs accuracy wherever token scales differ; for values a lower floor and more passes cost some
-where channels have means, because a value's zero point belongs to the token. Below -5 a tile
-without variance would have zeros beyond float16.
+The published floor of -0.3 does not amplify rows and columns of small variance. For keys that costs
+accuracy if token scales differ. For values a lower floor and more passes cost accuracy if channels
+have nonzero means, because a value's zero point belongs to the token. With a floor below -5 a tile
+without variance would get zero points beyond float16.
 """
 
 _CEILING = 10.0
@@ -40,7 +40,8 @@ class Coded(NamedTuple):
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix [size, size] divided by sqrt(size): its own inverse. A power of two."""
+    """Sylvester's Hadamard matrix [size, size] divided by sqrt(size). It is its own inverse. size
+    is a power of two."""
     matrix = np.ones((1, 1), np.float32)
     while matrix.shape[0] < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -54,7 +55,7 @@ def rotate(x: Array) -> Array:
 
 
 def encode(x: Array, *, bits: int, iterations: int, floor: float) -> Coded:
-    """Round a tile, float32 [..., rows, columns], to `bits` bits."""
+    """Encodes a tile, float32 [..., rows, columns], with `bits` bits per element."""
     row, column = _scales(x, iterations, floor)
     balanced = x / column[..., None, :] / row[..., None]
     levels = (1 << bits) - 1
@@ -71,28 +72,28 @@ def encode(x: Array, *, bits: int, iterations: int, floor: float) -> Coded:
 
 
 def decode(coded: Coded) -> Array:
-    """The tile, float32 [..., rows, columns]."""
+    """Decodes a tile: float32 [..., rows, columns]."""
     wide = [part.astype(jnp.float32) for part in coded]
     codes, row_scale, row_zero, column_scale = wide
     return (codes * row_scale[..., None] + row_zero[..., None]) * column_scale[..., None, :]
 
 
 def encode_keys(keys: Array) -> Coded:
-    """4 bits per element of rotated keys, float32 [..., tokens, head_dim]."""
+    """Encodes rotated keys, float32 [..., tokens, head_dim], with 4 bits per element."""
     x = jnp.swapaxes(keys, -1, -2)
     return encode(x, bits=4, iterations=KEY_ITERATIONS, floor=KEY_FLOOR)
 
 
 def encode_values(values: Array, bits: int) -> Coded:
-    """`bits` bits per element of rotated values, float32 [..., tokens, head_dim]."""
+    """Encodes rotated values, float32 [..., tokens, head_dim], with `bits` bits per element."""
     return encode(values, bits=bits, iterations=VALUE_ITERATIONS, floor=VALUE_FLOOR)
 
 
 def _scales(x: Array, iterations: int, floor: float) -> tuple[Array, Array]:
     """Row and column scales that bring the variance of every row and column near 1.
 
-    Columns and rows are divided by their standard deviations in turn, in the logarithm and within
-    bounds; the most balanced state of all wins, the first (no scales) included.
+    Each pass divides columns, then rows, by their standard deviations, with bounded logarithms of
+    the scales. The result is the most balanced of all states, including the first (no scales).
     """
     log_row, log_column = jnp.zeros(x.shape[:-1]), jnp.zeros((*x.shape[:-2], x.shape[-1]))
     best_row, best_column, best = jnp.exp(log_row), jnp.exp(log_column), _imbalance(x)

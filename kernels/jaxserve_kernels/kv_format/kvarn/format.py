@@ -24,17 +24,17 @@ from jaxserve_kernels.target import Target
 class KVarN(QuantizedKVFormat):
     """4-bit keys and `value_bits`-bit values in tiles of `group` tokens, one tile per page.
 
-    Every slot has two tiles in full precision, so they never limit how many sequences run.
+    Every slot owns two tiles in full precision, so these never limit the number of sequences.
 
-    A page that a step leaves is encoded and its tail overwritten, so that it could not be encoded
-    again with another token in it. One whose last position is written last keeps its tail.
+    When a step moves past a page, the page is encoded and its tail is overwritten. It cannot be
+    encoded again with another token. A page whose last position is the step's last keeps its tail.
     """
 
     arrays = KVarNKV
     windows_on_gpus = False
-    """Every kernel visits the first page of a context, its encoded pages and the one that grows:
-    attention of single tokens (two kernels and their merges) and what expands the pages of chunks.
-    A window would be other bounds and a mask in each of them."""
+    """The kernels that read contexts (two for single tokens, with their merges, and the one that
+    expands pages of chunks) visit the first page, the encoded pages and the growing page. Each of
+    them would need other bounds and a mask for a window."""
     computes_whole_tiles = True
     rewrites_pages = False
 
@@ -55,7 +55,7 @@ class KVarN(QuantizedKVFormat):
 
     @property
     def own_tokens(self) -> int:
-        return self.group  # the sink, which is kept per slot
+        return self.group  # the sink, which each slot stores for itself
 
     def abstract(self, shape: CacheShape, dtype: DTypeLike) -> KVarNKV:
         outer = (shape.layers, shape.pages, shape.kv_heads)
@@ -83,7 +83,7 @@ class KVarN(QuantizedKVFormat):
         self, kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target
     ) -> KVarNKV:
         if not target.uses_triton() or not _ends(kv, step, tile_size, target=target):
-            return kv  # the reference has encoded in each layer
+            return kv  # the reference has already encoded the pages in each layer
         from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
         return triton.end_step(kv, step, tile_size=tile_size, target=target)
@@ -121,7 +121,7 @@ def _streams(
     from jaxserve_kernels.kv_format.kvarn import triton_streaming  # needs Triton: only for GPUs
 
     if not triton_streaming.fits(qkv, kv, dtype):
-        return Refusal("not such heads or pages")
+        return Refusal("sizes of heads or pages are not supported")
     tiles = step.tiles.in_one_list().first.shape[0]
     return triton_streaming.heuristic(tiles=tiles, kv_heads=kv.key_words.shape[2], target=target)
 
@@ -165,11 +165,11 @@ _OP = Op(
 
 
 def _ends(kv: KVarNKV, step: AttentionStep, tile_size: int, *, target: Target) -> bool:
-    """Whether the kernels of `end_step` compile, without which those of `attend` leave a step
-    undone."""
+    """Whether the kernels of `end_step` compile. Without them the kernels of `attend` must not run,
+    because they leave filled pages unencoded."""
     from jaxserve_kernels.kv_format.kvarn import triton  # needs Triton: only for GPUs
 
-    own = target.replace(pdl=False)  # it is launched on its own
+    own = target.replace(pdl=False)  # `end_step` is launched outside the PDL chain
     end = functools.partial(triton.end_step, tile_size=tile_size, target=own)
     if tile_size > 1:
         return True

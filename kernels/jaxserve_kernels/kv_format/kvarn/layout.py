@@ -1,7 +1,7 @@
-"""Where KVarN keeps what: packed pages, and full precision per slot.
+"""Memory layout of KVarN: packed pages, and tiles in full precision per slot.
 
-One page is one tile of `group` tokens. Four codes of one token and head lie in a 16-bit word, a
-quarter of the head apart, so that a GPU unpacks them into matrices without moving any.
+One page is one tile of `group` tokens. A 16-bit word holds four codes of one token and head, whose
+channels are a quarter of the head apart. So a GPU unpacks words into matrices without shuffles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve_kernels.kv_format.kvarn import codec
 from jaxserve_kernels.kv_format.kvarn.codec import Coded
 
 SINK, TAIL = 0, 1
-"""Tiles of a slot in full precision: the sequence's first page, and the one that it fills."""
+"""Indices of a slot's tiles in full precision: the sequence's first page, and its growing page."""
 
 
 class _Arrays(NamedTuple):
@@ -43,13 +43,14 @@ class KVarNKV(_Arrays, CacheArrays):
 
     @property
     def value_bits(self) -> int:
-        """Of a value's code: 4 or 2."""
+        """Bits of a value's code: 4 or 2."""
         return 4 * self.value_words.shape[3] // self.group
 
 
 class Scales(NamedTuple):
-    """The parts of a page's scales, in their order: 32-bit words of two, which a GPU can copy
-    ahead. A scale is beside its zero; of columns, one is beside that half of them later."""
+    """The parts of a page's scales, in memory order. Two scales make a 32-bit word, the smallest
+    unit of asynchronous copies. A row's scale is stored beside its zero; a column's scale beside
+    that of the column half of the columns later."""
 
     key_scale: Array  # [head_dim]
     key_zero: Array  # [head_dim]
@@ -60,7 +61,7 @@ class Scales(NamedTuple):
 
 
 def join_scales(parts: Scales) -> Array:
-    """Parts to scales [..., 3 * (head_dim + group)]."""
+    """Interleaves the parts to scales [..., 3 * (head_dim + group)]."""
     return jnp.concatenate(
         [
             _side_by_side(parts.key_scale, parts.key_zero),
@@ -89,17 +90,17 @@ def split_scales(scales: Array, head_dim: int) -> Scales:
 
 
 def _side_by_side(first: Array, second: Array) -> Array:
-    """[..., n] twice to [..., 2 * n]: one of each in turn."""
+    """Interleaves two arrays [..., n] to [..., 2 * n]."""
     return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
 
 
 def chunk_pages(step_tokens: int, sequences: int, group: int) -> int:
-    """The most pages that the chunks of a step can be in, each of two tokens or more."""
+    """The most pages that a step's chunks can occupy. Each chunk has two tokens or more."""
     return -(-step_tokens // group) + 2 * min(sequences, step_tokens // 2)
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """uint8 [..., tokens, head_dim] to int16 words, as KVarNKV describes."""
+    """Packs codes, uint8 [..., tokens, head_dim], into int16 words: see KVarNKV."""
     *outer, tokens, head_dim = codes.shape
     halves = 4 // bits
     split = codes.astype(jnp.uint16).reshape(*outer, halves, tokens // halves, 4, head_dim // 4)
@@ -124,7 +125,8 @@ def unpack(words: Array, bits: int) -> Array:
 
 
 def encode_tiles(tiles: Array, value_bits: int) -> tuple[Array, Array, Array]:
-    """Key words, value words and scales of rotated tiles [..., 2, group, head_dim]."""
+    """Encodes rotated tiles [..., 2, group, head_dim]. Returns key words, value words and
+    scales."""
     tiles = tiles.astype(jnp.float32)
     keys = codec.encode_keys(tiles[..., 0, :, :])
     values = codec.encode_values(tiles[..., 1, :, :], value_bits)
@@ -142,7 +144,7 @@ def encode_tiles(tiles: Array, value_bits: int) -> tuple[Array, Array, Array]:
 def decode_tiles(
     key_words: Array, value_words: Array, scales: Array, value_bits: int
 ) -> tuple[Array, Array]:
-    """Rotated keys and values, float32 [..., group, head_dim] each."""
+    """Decodes tiles. Returns rotated keys and values, float32 [..., group, head_dim] each."""
     parts = split_scales(scales, 4 * key_words.shape[-1])
     codes = jnp.swapaxes(unpack(key_words, 4), -1, -2)
     keys = codec.decode(Coded(codes, parts.key_scale, parts.key_zero, parts.key_column))

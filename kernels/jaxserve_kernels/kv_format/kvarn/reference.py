@@ -1,12 +1,13 @@
 """The definition of attention over a KVarN cache, in plain JAX.
 
-A query at position p sees in full precision the keys and values of its own page and of page 0; of
-the pages between it sees what their codes say. So what a token gets does not depend on how its
-sequence was cut into chunks.
+A query sees the keys and values of its own page and of the sequence's first page in full precision,
+and decoded ones of the pages between. So the result does not depend on how a sequence is cut into
+chunks.
 
-A page is encoded in the step that fills it. Until then its tokens lie in the slot's tail. Those of
-page 0 lie in the slot's sink as long as the sequence lives, and are never encoded: a sequence that
-finds its beginning in the prefix cache computes them again (`api.own_tokens`).
+A page is encoded in the step that fills it. Until then its tokens are in the slot's tail. The
+tokens of the first page stay in the slot's sink as long as the sequence lives, and are never
+encoded. A sequence that finds its beginning in the prefix cache computes them again
+(`KVarN.own_tokens`).
 """
 
 from __future__ import annotations
@@ -50,15 +51,18 @@ def attend(
         q, kv, layer, fresh, step, tile_size=tile_size, window=window, sinks=heads.sinks
     )
     out = rotate(out).astype(dtype)
-    # Else nothing in the data says that sinks and tails are read before they are written, and XLA
-    # copies all of them in each layer.
+    # The barrier makes the write depend on the read. Otherwise XLA copies all sinks and tails in
+    # each layer.
     out, fresh = lax.optimization_barrier((out, fresh))
     return out, keep_raw(kv, layer, fresh, step)
 
 
 def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
-    """Encode the pages but the first whose last token is in this step, one after the other: most
-    steps fill none, and tiles that nobody filled would be most of what a step costs."""
+    """Encodes all pages, except first ones, whose last token is in this step.
+
+    A loop encodes one page at a time. Most steps fill none, and encoding a fixed number of tiles
+    would dominate a step's cost.
+    """
     tokens, group = step.positions.shape[0], kv.group
     filled = ((step.positions + 1) % group == 0) & (step.positions >= group)
     (lasts,) = jnp.nonzero(filled, size=tokens)
@@ -80,7 +84,7 @@ def encode_filled(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) ->
 
 
 def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVarNKV:
-    """Store the step's tokens of first pages as sinks, those of last pages as tails."""
+    """Stores the step's tokens of first pages in sinks, and those of growing pages in tails."""
     group = kv.group
     slots = jnp.where(kept(step, group), step.slots, kv.raw.shape[1])
     tiles = jnp.where(step.positions < group, SINK, TAIL)
@@ -89,8 +93,8 @@ def keep_raw(kv: KVarNKV, layer: int, fresh: Array, step: AttentionStep) -> KVar
 
 
 def kept(step: AttentionStep, group: int) -> Array:
-    """Which of the step's tokens are in full precision after it, bool [tokens]: those of their
-    sequences' first pages, and of the pages where the step leaves them."""
+    """Which of the step's tokens stay in full precision, bool [tokens]: those of a sequence's first
+    page, and of the page in which the step ends."""
     page = step.positions // group
     following = jnp.arange(page.shape[0]) + group - step.positions % group
     return (page == 0) | ~_holds(step, following, step.slots, (page + 1) * group)
@@ -135,7 +139,7 @@ def attend_rotated(
         seen = rows[:, :, None] & (positions_[:, None, :] <= positions[:, :, None])
         if window is not None:
             seen &= positions_[:, None, :] > positions[:, :, None] - window
-        # What nobody sees may be anything, even NaN of an earlier owner.
+        # Values that no query sees may be anything, even NaN from an earlier owner.
         used = (seen & real[:, :, None]).any(axis=1)
         values = jnp.where(used[:, None, :, None], values, 0)
         return carry.add(jnp.where(seen[:, None, None], scores, -jnp.inf), values)
@@ -157,10 +161,11 @@ def _raw_pages(
     slots: Array,
     starts: Array,
 ) -> Array:
-    """The page of each of `slots` [n] from position `starts` [n] on: [n, kv_heads, 2, group, dim].
+    """The page of each of `slots` [n] that begins at position `starts` [n]:
+    [n, kv_heads, 2, group, head_dim].
 
-    A position is either in this step, at token `first` [n] + offset, or in the slot's sink or
-    tail. Offsets of which neither holds give garbage.
+    A position is read from this step's token `first` [n] + offset, if that is its token, else from
+    the slot's sink or tail. Positions that nobody has written are undefined.
     """
     offsets = jnp.arange(kv.group)
     tokens = first[:, None] + offsets
@@ -171,7 +176,7 @@ def _raw_pages(
 
 
 def _holds(step: AttentionStep, tokens: Array, slots: Array, positions: Array) -> Array:
-    """Whether token number `tokens` of the step is the one of these slots and positions."""
+    """Whether the step's tokens with indices `tokens` have these slots and positions."""
     inside = (tokens >= 0) & (tokens < step.positions.shape[0])
     index = jnp.where(inside, tokens, 0)
     return inside & (step.slots[index] == slots) & (step.positions[index] == positions)

@@ -1,9 +1,9 @@
-"""KVarN on a GPU: which kernels run in which order.
+"""KVarN on a GPU: the order of the kernels.
 
-In a decode step keys and values go straight to the slot's sink or tail, and what they fill is
-encoded once for all layers when the step ends. In a mixed step a chunk may fill several pages: each
-layer encodes them from the step's own keys and values, expands what its chunks see, and then keeps
-what is left in sinks and tails, which rows of one token read.
+In a decode step keys and values go directly to the slot's sink or tail. Filled pages are encoded
+when the step ends, in all layers at once. In a mixed step a chunk may fill several pages. Each
+layer encodes them from the step's own keys and values, and expands the contexts of its chunks. Then
+it stores the remaining tokens in sinks and tails, from which rows of one token read.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def attend(
     dtype: DTypeLike,
     target: Target,
 ) -> tuple[Array, KVarNKV]:
-    """See `kv_format.attend`. Single tokens attend to encoded pages, and what they fill is encoded
-    by `end_step`; chunks are encoded first, and attend to plain keys and values made of pages."""
-    decodes = tile_size == 1  # then each token is of a sequence of its own
+    """See `kv_format.attend`. Single tokens attend to encoded pages; `end_step` encodes the pages
+    that they fill. Pages of chunks are encoded first, and then expanded for attention."""
+    decodes = tile_size == 1  # each token belongs to another sequence
     q, kv, fresh = inputs(
         qkv, kv, layer, heads, tables, step, eps=eps, keep=decodes, dtype=dtype, target=target
     )
@@ -56,7 +56,7 @@ def attend(
 
 
 def end_step(kv: KVarNKV, step: AttentionStep, *, tile_size: int, target: Target) -> KVarNKV:
-    """See `kv_format.end_step`: encodes the pages that single tokens have filled, in all layers."""
+    """See `kv_format.end_step`. Encodes the pages that single tokens have filled, in all layers."""
     if tile_size > 1:
         return kv
     return encode_filled(kv, 0, kv.raw.shape[0], None, step, target=target)

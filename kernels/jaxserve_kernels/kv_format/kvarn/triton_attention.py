@@ -1,9 +1,9 @@
 """Attention of single tokens over a KVarN cache.
 
-A program is one warp: what programs wait for is each other's results and memory, not a lack of
-threads, and alone a warp needs no barriers. A context is cut into units of about the same number
-of bytes, a page of codes or `_CHUNK` keys in full precision, and programs share those. `_merge`
-adds what they found and rotates it back.
+A program is one warp. Its time is memory latency, which more threads would not shorten, and a
+single warp needs no barriers. A context is cut into units of about the same number of bytes: a page
+of codes, or `_CHUNK` keys in full precision. Several programs share the units of a context.
+`_merge` adds their results and rotates the sum back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _MOST_PARTS = 16
-"""Into which a context is split beside chunks."""
+"""The most parts into which a decode row's context is split in a mixed step."""
 
 _CHUNK = 32
-"""Keys in full precision that are visited together: as many bytes as a page of codes."""
+"""Keys in full precision per unit: as many bytes as a page of codes."""
 
 
 def _programs(target: Target) -> int:
@@ -39,8 +39,8 @@ def _programs(target: Target) -> int:
 
 @triton.jit
 def units_of(position, GROUP: tl.constexpr, CHUNK: tl.constexpr):
-    """Into what programs cut a context, by their ends: chunks of the sink, if that is not the
-    token's own page, and of the own page, and the pages between."""
+    """Divides a context into units of three kinds: chunks of the sink (unless that is the token's
+    own page), then chunks of the own page, then the pages between. Returns the end of each kind."""
     own = position // GROUP
     sink = tl.minimum(own, 1) * (GROUP // CHUNK)
     raw = sink + position % GROUP // CHUNK + 1
@@ -51,7 +51,7 @@ def units_of(position, GROUP: tl.constexpr, CHUNK: tl.constexpr):
 def store_part(
     sums_ptr, peak_ptr, weight_ptr, part, peak, weight, acc0, acc1, acc2, acc3, group: tl.constexpr
 ):  # fmt: skip
-    """What a program found, for the merge."""
+    """Stores a program's sums, peaks and weights, for the merge."""
     QUARTER: tl.constexpr = acc0.shape[0]
     ROWS: tl.constexpr = acc0.shape[1]
     row = tl.arange(0, ROWS)
@@ -77,7 +77,7 @@ def _attend_part(
     ROWS: tl.constexpr, QUARTER: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One of the parts into which the context of a tile, a token, is split."""
+    """Attention of one token over one part of its context. A tile is one token."""
     group: tl.constexpr = q_heads // kv_heads
     DIM: tl.constexpr = 4 * QUARTER
     sink_units, raw_units, units = units_of(position, GROUP, CHUNK)
@@ -140,7 +140,7 @@ def _attend(
     CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A program per tile, KV head and part."""
+    """One program per tile, KV head and part."""
     tile = tl.program_id(0)
     length = tl.load(length_ptr + tile)
     position = tl.load(position_ptr + tile)
@@ -160,7 +160,7 @@ def _attend(
 
 @triton.jit
 def _splits_of(count, kv_heads: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr):
-    """Into how many parts contexts are split so that there is work for all programs."""
+    """The number of parts per context that gives work to all programs."""
     return tl.minimum(tl.maximum(PROGRAMS // (tl.maximum(count, 1) * kv_heads), 1), MOST)
 
 
@@ -176,7 +176,7 @@ def _attend_decode_rows(
     CHUNK: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr,
     PROGRAMS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Programs take parts in turn, of as many tiles as there are, which is data."""
+    """Programs take parts in turn. The number of tiles is data."""
     count = tl.load(count_ptr)
     splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
     for unit in range(tl.program_id(0), count * kv_heads * splits, PROGRAMS):
@@ -197,8 +197,8 @@ def _merge_part(
     q_heads: tl.constexpr, kv_heads: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the programs that share a context found, by their softmax weights, and rotates it
-    back: Sylvester's matrix is that of the high bits of an index times that of the low ones."""
+    """Adds the parts of a context by their softmax weights, and rotates the sum back. The Hadamard
+    matrix is the Kronecker product of one for an index's high bits and one for its low bits."""
     group: tl.constexpr = q_heads // kv_heads
     LOW: tl.constexpr = 8
     HIGH: tl.constexpr = DIM // LOW
@@ -228,7 +228,7 @@ def _merge(
     SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A program per tile and query head."""
+    """One program per tile and query head."""
     tile = tl.program_id(0)
     length = tl.load(length_ptr + tile)
     _, _, units = units_of(tl.load(position_ptr + tile), GROUP, CHUNK)
@@ -249,7 +249,7 @@ def _merge_decode_rows(
     ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     PROGRAMS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """`_merge` after `_attend_decode_rows`: programs take query heads in turn."""
+    """`_merge` for `_attend_decode_rows`. Programs take query heads in turn."""
     count = tl.load(count_ptr)
     splits = _splits_of(count, kv_heads, PROGRAMS, MOST)
     for unit in range(tl.program_id(0), count * q_heads, PROGRAMS):
@@ -262,7 +262,7 @@ def _merge_decode_rows(
 
 
 def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) -> Config:
-    """A configuration for so many single tokens."""
+    """A configuration for `tiles` single tokens."""
     wanted = max(1, min(_programs(target) // (tiles * kv_heads), pages_per_seq + 4, 32))
     return Config(splits=1 << (wanted.bit_length() - 1), num_warps=1, num_stages=2)
 
@@ -270,9 +270,9 @@ def heuristic(*, tiles: int, kv_heads: int, pages_per_seq: int, target: Target) 
 def attend(
     q: Array, kv: KVarNKV, layer: int, page_table: Array, tiles: QueryTiles, *, target: Target
 ) -> Array:
-    """Attention of single tokens, rotated q [tokens, q_heads, head_dim], rotated back.
+    """Attention of single tokens. q [tokens, q_heads, head_dim] is rotated, the result is not.
 
-    Their own keys and values are in the slots' sinks and tails.
+    The tokens' own keys and values must be in the slots' sinks and tails.
     """
     num_tiles, kv_heads = tiles.first.shape[0], kv.key_words.shape[2]
     config = heuristic(
@@ -313,10 +313,10 @@ def attend_decode_rows(
     *,
     target: Target,
 ) -> None:
-    """The same of as many tiles as there are, the first ones, beside chunks: stored in `out`.
+    """Attention of the decode rows of a mixed step. The result is stored in `out`.
 
-    There are places for as many as run at most, of which most are padding in most steps: programs
-    that only find that out would take as long as those that have something to do.
+    The list of tiles has room for all slots, and is mostly padding in most steps. So the grid does
+    not depend on it: starting a program per entry would take as long as the real work.
     """
     num_tiles, q_heads, head_dim = tiles.first.shape[0], *q.shape[1:]
     kv_heads = kv.key_words.shape[2]
@@ -348,7 +348,7 @@ def attend_decode_rows(
 
 
 def part_types(shape: tuple[int, ...], head_dim: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What programs leave for the merge: sums, peaks and weights."""
+    """Types of the arrays between attention and merge: sums, peaks and weights."""
     statistics = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32), statistics, statistics
 
@@ -356,9 +356,9 @@ def part_types(shape: tuple[int, ...], head_dim: int) -> tuple[jax.ShapeDtypeStr
 def _arguments(
     q: Array, kv: KVarNKV, layer: int, parts: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
-    """What both kernels take and make: arrays, the parts' types, and numbers."""
+    """Arguments that both attention kernels share: arrays, types of the parts, and constants."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
-    rows = max(8, triton.next_power_of_2(q.shape[1] // kv_heads))  # products take 8 at least
+    rows = max(8, triton.next_power_of_2(q.shape[1] // kv_heads))  # products need 8 rows at least
     types = part_types((*parts, rows), q.shape[2])
     numbers = {
         "first_page": layer * num_pages, "first_slot": layer * kv.raw.shape[1],

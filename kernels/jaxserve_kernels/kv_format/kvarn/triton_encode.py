@@ -1,12 +1,12 @@
-"""Encoding filled pages on a GPU: one program per tile of one head, in a grid of fixed size.
+"""Encodes filled pages on a GPU: one program per tile of one head, in a grid of fixed size.
 
-Which tokens of the step fill a page, and how many, is data that the programs read: a step that
-fills no page costs an empty launch, and no shape follows the running set.
+The list of tokens that fill a page is data, so no shape depends on it. A step that fills no page
+costs an empty launch.
 
-In a mixed step each layer waits for its encoder, which runs a tile once and then not again before
-hundreds of megabytes of weights have gone through the caches. So what counts is how few
-instructions it has: loops over parts of the tile, which stays in the first-level cache, and
-scales in a few words of memory, from where each part takes its own.
+In a mixed step each layer waits for its encoder. Between two runs, hundreds of megabytes of weights
+pass through the caches and evict the encoder's code, so its code must be short. It loops over parts
+of the tile, which stays in the L1 cache, and keeps scales in a small scratch array, from which each
+part loads its own.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _WARPS = 4
-"""More wait for each other longer than they work, even on a tile alone: docs/performance."""
+"""More warps wait for each other longer than they work, even with one tile: docs/performance."""
 
 _PART = 32
-"""Tokens, or channels, of a tile that are loaded together."""
+"""Tokens or channels of a tile per loop iteration."""
 
 
 @triton.jit
@@ -53,8 +53,8 @@ def _part(
     fresh_ptr, kept_ptr, old, token, channel,
     stride: tl.constexpr, FRESH: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens' and channels' elements of the tile, float32 [tokens, channels]. The first `old`
-    tokens are in the tail, the others the step's own."""
+    """Loads a part of the tile, float32 [tokens, channels]. The first `old` tokens are in the tail,
+    the others are the step's own."""
     row = kept_ptr + token * DIM
     if FRESH:
         row = tl.where(token < old, row, fresh_ptr + token * stride)
@@ -68,10 +68,10 @@ def _reduced(
     stride: tl.constexpr, FRESH: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers of each channel over the tokens, or the other way round, whose elements have
-    weights: the sum and that of the squares, or the least and the largest.
+    """Reduces weighted elements over the tokens, for each channel, or over channels for each token.
 
-    They go through memory, at `out_ptr`, so that each thread holds one and not what a part leaves.
+    The two results are the sum and the sum of squares, or the minimum and the maximum. They go
+    through memory, at `out_ptr`, so that each thread ends up with one row's result.
     """
     LENGTH: tl.constexpr = DIM if OVER_TOKENS else GROUP
     COUNT: tl.constexpr = GROUP if OVER_TOKENS else DIM
@@ -116,7 +116,7 @@ def _std(
     stride: tl.constexpr, FRESH: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Sample standard deviations of channels over tokens, or the other way round."""
+    """Sample standard deviations over tokens, for each channel, or over channels for each token."""
     COUNT: tl.constexpr = GROUP if OVER_TOKENS else DIM
     total, squares = _reduced(
         fresh_ptr, kept_ptr, old, weights_ptr, out_ptr,
@@ -128,7 +128,7 @@ def _std(
 
 @triton.jit
 def _spread(std):
-    """Largest over smallest."""
+    """The ratio of the largest to the smallest."""
     low, high = tl.reduce((std, std), 0, _extremes)
     return high / tl.maximum(low, 1e-8)
 
@@ -145,10 +145,10 @@ def _balance(
     stride: tl.constexpr, FRESH: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Row [ROWS] and column [COLUMNS] scales: `codec._scales`, in numbers, not logarithms.
+    """Row [ROWS] and column [COLUMNS] scales: `codec._scales` without logarithms.
 
-    Dividing a row divides its deviation, so each deviation needs the matrix divided along the
-    other axis only. The pointers are to where the inverse of the scales may be kept.
+    Dividing a row divides its deviation, so a row's deviation is computed from the matrix divided
+    along columns only, and vice versa. row_ptr and column_ptr are scratch for inverse scales.
     """
     ROWS: tl.constexpr = DIM if KEYS else GROUP
     COLUMNS: tl.constexpr = GROUP if KEYS else DIM
@@ -190,8 +190,8 @@ def _write_words(
     KEYS: tl.constexpr, BITS: tl.constexpr, stride: tl.constexpr, FRESH: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Each word's codes from where its elements lie: those of four quarters of a token, and of
-    2-bit codes those of the token half a tile later as well."""
+    """Computes and packs the codes of each word: four quarters of a token, and with 2-bit codes
+    also those of the token half a tile later."""
     QUARTER: tl.constexpr = DIM // 4
     WORD_ROWS: tl.constexpr = GROUP * BITS // 4
     ROWS: tl.constexpr = 2 * PART if WORD_ROWS >= 2 * PART else WORD_ROWS
@@ -207,7 +207,7 @@ def _write_words(
             x *= tl.load(inverse_ptr + (token if KEYS else channel))
             own = channel if KEYS else token
             x = (x - tl.load(low_ptr + own)) * tl.load(factor_ptr + own)
-            # 1.5 * 2 ** 23 leaves the number, rounded to even, in the lowest bits.
+            # Adding 1.5 * 2 ** 23 leaves the integer, rounded to even, in the lowest bits.
             code = (x + 12582912.0).to(tl.int32, bitcast=True) & LEVELS
             words |= code << (BITS * place)
         tl.store(words_ptr + row * QUARTER + word, words.to(tl.int16))
@@ -222,10 +222,10 @@ def _encode_tile(
     LOWEST: tl.constexpr, ITERATIONS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The keys or values of one head in the page whose last token is number `last`.
+    """Encodes the keys or values of one head in the page whose last token has index `last`.
 
-    Rows get their own scale and zero, columns a scale: channels are the rows of keys, tokens those
-    of values.
+    Each row gets a scale and a zero, each column a scale. Rows are channels of keys or tokens of
+    values.
     """
     ROWS: tl.constexpr = DIM if KEYS else GROUP
     COLUMNS: tl.constexpr = GROUP if KEYS else DIM
@@ -281,7 +281,7 @@ def _encode_tile(
     half: tl.constexpr = COLUMNS // 2
     place = column % half * 2 + column // half
     tl.store(column_scales + place, column_scale.to(half_type))
-    tl.debug_barrier()  # the next tile's scales go where this one's are read
+    tl.debug_barrier()  # the next tile's scales overwrite those that are read here
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def _encode(
     VALUE_LOWEST: tl.constexpr, VALUE_ITERATIONS: tl.constexpr,
     GROUP: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles in turn: all keys, then all values."""
+    """Encodes tiles. Programs take them in turn: all keys, then all values."""
     tiles = tl.load(count_ptr) * (kv_heads * layers)
     SIZE: tl.constexpr = GROUP if GROUP > DIM else DIM
     vectors_ptr += tl.program_id(0) * (4 * SIZE)
@@ -328,10 +328,12 @@ def encode_filled(
     *,
     target: Target,
 ) -> KVarNKV:
-    """Encode in some layers what the step filled; `fresh` None: the tails hold its tokens too.
+    """Encodes the pages that the step filled, in `layers` layers from `first_layer` on.
 
-    A mixed step writes `raw` in place afterwards. So that XLA knows in which order, whoever only
-    reads it takes and returns it as well: a copy of all sinks and tails per layer otherwise.
+    fresh are the step's own keys and values; None: they are in the tails already.
+
+    A mixed step updates `raw` in place afterwards. The kernel only reads `raw`, but takes and
+    returns it, so that XLA knows the order. Otherwise XLA copies all sinks and tails in each layer.
     """
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     num_tokens = step.positions.shape[0]
@@ -365,7 +367,8 @@ def encode_filled(
 
 
 def _filling(step: AttentionStep, most: int, group: int) -> tuple[Array, Array]:
-    """Which tokens fill a page that is not the first, int32 [most], and how many, int32 [1]."""
+    """Indices of the tokens that fill a page other than the first, int32 [most], and their number,
+    int32 [1]."""
     fills = ((step.positions + 1) % group == 0) & (step.positions >= group)
     number = jnp.cumsum(fills, dtype=jnp.int32)
     places = jnp.where(fills, number - 1, most)

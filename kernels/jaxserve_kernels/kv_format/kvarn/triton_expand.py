@@ -1,9 +1,9 @@
-"""The pages that a step's chunks see, in full precision: codes decoded, or as they were computed.
+"""Expands the pages that a step's chunks see, and attends to them.
 
-A row sees its own page in full precision and the pages before it as their codes say. So a page of
-the chunk has two places in the scratch, and each query tile, cut where a page ends, has a page
-table of its own. Keys stay rotated, as queries are; values are rotated back, once for each page, so
-that results need not be, once for each query.
+A query sees its own page in full precision and earlier pages decoded. So a page inside the chunk
+has two places in the scratch, and each query tile, cut at page ends, has its own page table. Keys
+stay rotated, like the queries. Values are rotated back once per page, so that results need not be
+rotated once per query.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _PAGE = 64
-"""Tokens in a page of the scratch, at most: what attention is fastest with."""
+"""The most tokens in a page of the scratch: attention is fastest with this size."""
 
 
 @triton.jit
 def _store_values(target, v0, v1, v2, v3, QUARTER: tl.constexpr):
-    """The quarters [tokens, quarter] of rotated values, rotated back."""
+    """Rotates values back and stores them, from quarters [tokens, quarter]."""
     dtype: tl.constexpr = target.dtype.element_ty
     matrix = signs(QUARTER, dtype)
     v0 = tl.dot(v0.to(dtype), matrix, input_precision="ieee")
@@ -51,7 +51,7 @@ def _value_quarter(
     words, scale, zero, scales, number: tl.constexpr, BITS: tl.constexpr, QUARTER: tl.constexpr,
     DIM: tl.constexpr,
 ):  # fmt: skip
-    """A quarter of the values of some tokens: (code * scale + zero) * column."""
+    """Decodes a quarter of some tokens' values: (code * scale + zero) * column."""
     code = ((words >> (BITS * number)) & ((1 << BITS) - 1)).to(tl.float32)
     dim = tl.arange(0, QUARTER)[None, :]
     column = tl.load(scales + 2 * DIM + 2 * (number % 2 * QUARTER + dim) + number // 2)
@@ -63,7 +63,7 @@ def _decode(
     key_words_ptr, value_words_ptr, scales_ptr, out, tile, offset, row,
     GROUP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The tokens `offset` of a tile, keys and values: (code * scale + zero) * column."""
+    """Decodes keys and values of the tokens `offset` of a tile: (code * scale + zero) * column."""
     DIM: tl.constexpr = 4 * QUARTER
     WORD_ROWS: tl.constexpr = GROUP * BITS // 4
     dtype: tl.constexpr = out.dtype.element_ty
@@ -95,7 +95,8 @@ def _decode(
 
 @triton.jit
 def _raw(fresh, kept, here, QUARTER: tl.constexpr):
-    """A quarter of some tokens' keys or values in full precision: the step's own, or kept ones."""
+    """Loads a quarter of some tokens' keys or values in full precision: the step's own, or those in
+    sink or tail."""
     dim = tl.arange(0, QUARTER)[None, :]
     return tl.load(tl.where(here[:, None], fresh, kept) + dim)
 
@@ -108,7 +109,8 @@ def _expand(
     kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr, BITS: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One head in PAGE tokens of place after place. `page_ptr`: whose codes to take, or -1."""
+    """Expands PAGE tokens of one head in place after place. `page_ptr`: the page whose codes to
+    decode, -1 for full precision."""
     kv_head = tl.program_id(1)
     DIM: tl.constexpr = 4 * QUARTER
     PARTS: tl.constexpr = GROUP // PAGE
@@ -156,7 +158,7 @@ def attend(
     tile_size: int,
     target: Target,
 ) -> tuple[Array, KVarNKV]:
-    """Attention of the tiles that are not single tokens; and kv, see `encode_filled`.
+    """Attention of the chunks' tiles. Returns the result and kv: see `encode_filled`.
 
     Args:
       q: rotated queries [tokens, q_heads, head_dim].
@@ -166,8 +168,8 @@ def attend(
     slots, width = step.page_table.shape
     page_size = min(_PAGE, group)
     each = chunks.of_tiles(step.tiles, slots)
-    coded = jnp.maximum((each.end - 1) // group, 0)  # pages that are seen as codes, or are the sink
-    # The sink is in full precision already, unless nothing is seen but that page.
+    coded = jnp.maximum((each.end - 1) // group, 0)  # pages to decode, or the sink
+    # The sink already has a place in full precision, unless it is the only page.
     first_raw = jnp.maximum(each.start // group, jnp.minimum(coded, 1))
     raw = jnp.where(each.end > 0, coded + 1 - first_raw, 0)
     most = chunks.capacity(width * group) // group + chunk_pages(q.shape[0], slots, group)
@@ -207,7 +209,8 @@ def attend(
 def _contents(
     places: chunks.Places, coded: Array, first_raw: Array, step: AttentionStep
 ) -> tuple[Array, Array]:
-    """The page whose codes each place takes, -1 for full precision; and the page's number."""
+    """The page whose codes each place decodes, -1 for full precision; and the page's index in its
+    sequence."""
     slot = places.slot
     as_codes = places.number < coded[slot]
     index = jnp.where(as_codes, places.number, places.number - (coded - first_raw)[slot])

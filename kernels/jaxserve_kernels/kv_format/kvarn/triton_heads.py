@@ -1,7 +1,8 @@
-"""The rotation of heads, there and back.
+"""The rotation of heads, which is its own inverse.
 
-Heads are four quarters [rows, quarter], a quarter's channels in the lanes of a warp: so Sylvester's
-matrix, that of 32 times that of four, is shuffles and sums.
+A head is four quarters [rows, quarter], with a quarter's 32 channels in the lanes of a warp. The
+Hadamard matrix of 128 is the Kronecker product of those of 4 and 32, so the rotation needs only
+warp shuffles and sums.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def _transformed(x):
-    """x [rows, 32], a row in the lanes of a warp, times Sylvester's matrix."""
+    """x [rows, 32] times the unnormalised Hadamard matrix. A row is in the lanes of a warp."""
     layout: gl.constexpr = x.type.layout
     dim = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     for bit in gl.static_range(5):
@@ -28,7 +29,7 @@ def _transformed(x):
 
 @gluon.jit
 def rotated(x0, x1, x2, x3):
-    """Rows of heads in four quarters [rows, quarter], rotated: bfloat16."""
+    """Rotates heads given as four quarters [rows, quarter]. The result is bfloat16."""
     norm: gl.constexpr = (4 * x0.shape[1]) ** -0.5
     x0 = _transformed(x0) * norm
     x1 = _transformed(x1) * norm
@@ -46,7 +47,7 @@ def rotated(x0, x1, x2, x3):
 
 @gluon.jit
 def store_heads(target, x0, x1, x2, x3, mask):
-    """Four quarters [rows, quarter] of heads, behind one another at `target`."""
+    """Stores four quarters [rows, quarter] of heads one after another at `target`."""
     target += gl.expand_dims(gl.arange(0, x0.shape[1], gl.SliceLayout(0, x0.type.layout)), 0)
     gl.store(target, x0, mask=mask)
     gl.store(target + x0.shape[1], x1, mask=mask)

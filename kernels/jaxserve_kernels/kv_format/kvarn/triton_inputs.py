@@ -22,7 +22,8 @@ _MAX_HEADS = 8
 
 @triton.jit
 def signs(SIZE: tl.constexpr, dtype: tl.constexpr):
-    """Sylvester's matrix [SIZE, SIZE] of 1 and -1: the parity of the indices' common bits."""
+    """The Hadamard matrix [SIZE, SIZE] of 1 and -1: the parity of the bits that both indices
+    share."""
     shared = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
     shared ^= shared >> 4
     odd = 0x6996 >> (shared & 15)  # bit n is the parity of n; indices have eight bits
@@ -31,11 +32,11 @@ def signs(SIZE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _rotated_quarters(half, matrix):
-    """Two matrices [heads, quarter] of one [heads, half]: each quarter's part of it, rotated."""
+    """Multiplies each quarter of a half [heads, half] by the matrix: two [heads, quarter]."""
     HEADS: tl.constexpr = half.shape[0]
     QUARTER: tl.constexpr = half.shape[1] // 2
     rows = tl.reshape(half, [2 * HEADS, QUARTER])
-    # The matrix is symmetric; on the left, where a product needs 16 rows or more.
+    # The matrix is symmetric, so it may be the left operand, which needs 16 rows or more.
     rows = tl.trans(tl.dot(matrix, tl.trans(rows), input_precision="ieee"))
     first, second = tl.split(tl.permute(tl.reshape(rows, [HEADS, 2, QUARTER]), (0, 2, 1)))
     return first + second, first - second
@@ -69,7 +70,7 @@ def _inputs(
     else:
         is_value = tl.where(first >= q_heads + kv_heads, 1, 0)
         kv_head = first - q_heads - is_value * kv_heads + head
-        if KEEP:  # straight into the slot's sink or tail
+        if KEEP:  # directly into the slot's sink or tail
             position = tl.load(position_ptr + token)
             slot = first_slot + tl.load(slot_ptr + token)
             tile = slot.to(tl.int64) * 2 + tl.where(position >= GROUP, 1, 0)
@@ -96,10 +97,10 @@ def inputs(
     dtype: DTypeLike,
     target: Target,
 ) -> tuple[Array, KVarNKV, Array | None]:
-    """Rotated queries [tokens, q_heads, head_dim], the cache, and keys with values.
+    """Returns rotated queries [tokens, q_heads, head_dim], the cache, and rotated keys and values.
 
-    With `keep` the latter are written to sinks and tails and are None here; that needs a step of
-    one token per sequence. Otherwise they are [tokens, kv_heads, 2, head_dim].
+    With `keep` keys and values are written to sinks and tails, and None is returned for them. The
+    step must have one token per sequence. Otherwise they are [tokens, kv_heads, 2, head_dim].
     """
     num_slots, _, kv_heads, _, group, head_dim = kv.raw.shape[1:]
     parts, tokens, width = qkv.shape

@@ -1,18 +1,18 @@
-"""Attention of a token's heads over keys of one page: codes go into the products, scales to their
-other factor.
+"""Attention of a token's heads over the keys of one page. Products take codes; scales are moved to
+the codes' other factor.
 
-Of a packed tile, with q and p the rows' queries and probabilities::
+For a packed tile, with queries q and probabilities p::
 
     score[g]  = column[g] * (sum_d (q[d] * scale[d]) * code[g, d] + sum_d q[d] * zero[d])
     out[d]   += column[d] * (sum_g (p[g] * scale[g]) * code[g, d] + sum_g p[g] * zero[g])
 
-A code enters as the bfloat16 number 128 + code, which takes one instruction to make; what that
-adds is taken off again with the factors as they were rounded. Zeros are moved to the middle of the
+A code enters as the bfloat16 number 128 + code, which one instruction makes. The excess of 128 is
+subtracted again, with the factors as they were rounded. Zeros are shifted to the middle of the
 codes' range, so that rounding the factors costs little.
 
-A head is four quarters, because that is how its codes lie in words. Keys and channels are the rows
-of products and queries their columns, so codes go from shared memory to registers to the tensor
-cores as they are.
+A head is processed in four quarters, as its codes are packed in words. Keys and channels are the
+rows of products and queries their columns, so codes go from shared memory to registers to the
+tensor cores without reordering.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _UNPACK_2_LATE = tl.constexpr("""{ .reg .b32 a,b,c,d; shr.u32 a,$4,8; shr.u32 b,
     shr.u32 c,$4,12; shr.u32 d,$4,14;
     lop3.b32 $0,a,0x00030003,0x43004300,0xea; lop3.b32 $1,b,0x00030003,0x43004300,0xea;
     lop3.b32 $2,c,0x00030003,0x43004300,0xea; lop3.b32 $3,d,0x00030003,0x43004300,0xea; }""")
-"""Registers of two words to four pairs of bfloat16 numbers, 128 + a code: of 4 bits, and of 2 bits
-those in the low or the high byte."""
+"""PTX that turns a register of two words into four pairs of bfloat16 numbers 128 + code: for 4-bit
+codes, and for 2-bit codes in the low or the high byte."""
 
 
 @triton.jit
 def code_quarters(words, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr):
-    """The codes of the four quarters of half a tile; 128 more if FAST."""
+    """The codes of the four quarters of half a tile; plus 128 if FAST."""
     if FAST:
         asm: tl.constexpr = _UNPACK_4 if BITS == 4 else (_UNPACK_2_LATE if HALF else _UNPACK_2)
         a, b, c, d = tl.inline_asm_elementwise(
@@ -72,8 +72,8 @@ def float16_pair(words):
 
 @triton.jit
 def _scaled_query(q, scales, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """One quarter of q [quarter, queries] times the keys' scales, rounded; and what zeros and
-    offset add to scores, by channel."""
+    """One quarter of q [quarter, queries] times the keys' scales, rounded; and the contribution of
+    zeros and offset to scores, by channel."""
     scale, zero = float16_pair(scales)
     wide = q.to(tl.float32)
     factor = (wide * scale[:, None]).to(dtype)
@@ -84,7 +84,7 @@ def _scaled_query(q, scales, dtype: tl.constexpr, OFFSET: tl.constexpr):
 def _scaled_queries(
     q0, q1, q2, q3, words, QUARTER: tl.constexpr, dtype: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """All quarters, and what zeros and offset add to scores."""
+    """`_scaled_query` for all quarters, and the contribution of zeros and offset to scores."""
     words += tl.arange(0, QUARTER)
     f0, r0 = _scaled_query(q0, tl.load(words), dtype, OFFSET)
     f1, r1 = _scaled_query(q1, tl.load(words + QUARTER), dtype, OFFSET)
@@ -97,7 +97,7 @@ def _scaled_queries(
 def _key_scores(
     words_at, f0, f1, f2, f3, rest, column, scale: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Scores [keys, queries] of some of a tile's keys."""
+    """Scores [keys, queries] of half of a tile's keys."""
     k0, k1, k2, k3 = code_quarters(tl.load(words_at), 0, 4, FAST)
     scores = _dot4(k0, k1, k2, k3, f0, f1, f2, f3)
     return (scores + rest[None, :]) * (column * scale)[:, None]
@@ -107,7 +107,8 @@ def _key_scores(
 def _value_factors(
     scores, peak, scales, dtype: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr
 ):  # fmt: skip
-    """Probabilities; times the values' scales, rounded; what zeros and offset add, by key."""
+    """Probabilities; probabilities times the values' scales, rounded; and the contribution of zeros
+    and offset, by key."""
     probs = tl.exp2(scores - peak[None, :])
     scale, zero = float16_pair(scales)
     factor = (probs * scale[:, None]).to(dtype)
@@ -119,7 +120,7 @@ def _value_factors(
 def _add_values(
     words_at, factor, r0, r1, r2, r3, HALF: tl.constexpr, BITS: tl.constexpr, FAST: tl.constexpr
 ):
-    """Some of a tile's values, [quarter, keys], times their factors [keys, queries]."""
+    """Adds half of a tile's values, [quarter, keys], times their factors [keys, queries]."""
     v0, v1, v2, v3 = code_quarters(tl.load(words_at), HALF, BITS, FAST)
     r0 = tl.dot(v0, factor, r0, input_precision="ieee")
     r1 = tl.dot(v1, factor, r1, input_precision="ieee")
@@ -135,7 +136,7 @@ def packed_keys(
     scale: tl.constexpr, kv_heads: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
     BITS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of codes, half of its keys after the other, because words hold something of both."""
+    """Visits one tile of codes, one half of its keys after the other. The halves share words."""
     DIM: tl.constexpr = 4 * QUARTER
     LATER: tl.constexpr = GROUP // 2
     MIDDLE: tl.constexpr = ((1 << BITS) - 1) / 2
@@ -185,8 +186,8 @@ def raw_keys(
     held, keys, values, q0, q1, q2, q3, peak, weight, acc0, acc1, acc2, acc3,
     scale: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
-    """Keys in full precision, of which those that are `held` count, at [keys, quarter], and values
-    at [quarter, keys]."""
+    """Visits keys in full precision. Pointers are `keys` [keys, quarter] and `values` [quarter,
+    keys]. Keys that are not `held` are masked."""
     seen = held[:, None]
     k0 = tl.load(keys, mask=seen, other=0.0)
     k1 = tl.load(keys + QUARTER, mask=seen, other=0.0)

@@ -1,4 +1,4 @@
-"""What a KVarN context consists of, copied ahead into a ring in shared memory."""
+"""Copies the units of a KVarN context ahead into a ring in shared memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 TILES = gl.constexpr(8)
-"""In a stage of the ring, each of `_CHUNK` tokens by a quarter of a head: four of keys and four of
-values in full precision, or two of each as words of codes (one of values of 2 bits)."""
+"""Tiles in a stage of the ring, each `_CHUNK` tokens by a quarter of a head. In full precision,
+keys and values take four each; as words of codes two each, and 2-bit values one."""
 
 
 @gluon.jit
 def _places(PARTS: gl.constexpr, CHUNK: gl.constexpr, QUARTER: gl.constexpr):
-    """Numbers of parts, rows and words of tiles [parts, rows, words], copied 16 bytes at a time."""
+    """Indices of parts, rows and words in tiles [parts, rows, words], for 16-byte copies."""
     copy: gl.constexpr = gl.BlockedLayout(
         [1, 1, 8], [1, 256 // QUARTER, QUARTER // 8], [1, gl.num_warps(), 1], [2, 1, 0]
     )
@@ -32,7 +32,7 @@ def _places(PARTS: gl.constexpr, CHUNK: gl.constexpr, QUARTER: gl.constexpr):
 def _copy_raw(
     tiles, source, held, GROUP: gl.constexpr, QUARTER: gl.constexpr, CHUNK: gl.constexpr
 ):  # fmt: skip
-    """A chunk of keys, and of values, in full precision: the first `held`, then zeros."""
+    """Copies a chunk of keys and of values in full precision: the first `held`, then zeros."""
     part, row, word = _places(TILES, CHUNK, QUARTER)
     source = source.to(gl.pointer_type(gl.int16), bitcast=True)
     source += part // 4 * (4 * GROUP * QUARTER) + part % 4 * QUARTER + row * (4 * QUARTER) + word
@@ -43,7 +43,7 @@ def _copy_raw(
 def _copy_words(
     tiles, source, PARTS: gl.constexpr, QUARTER: gl.constexpr, CHUNK: gl.constexpr
 ):  # fmt: skip
-    """Words of codes of PARTS times CHUNK tokens."""
+    """Copies the words of codes of PARTS times CHUNK tokens."""
     part, row, word = _places(PARTS, CHUNK, QUARTER)
     source += part * (CHUNK * QUARTER) + row * QUARTER + word
     async_copy.async_load(tiles, source)
@@ -51,7 +51,7 @@ def _copy_words(
 
 @gluon.jit
 def _copy_scales(vectors, source, LENGTH: gl.constexpr):
-    """Three vectors of 32-bit words of two scales."""
+    """Copies three vectors of 32-bit words, each with two scales."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     part = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
     source = source.to(gl.pointer_type(gl.int32), bitcast=True) + part * LENGTH
@@ -66,8 +66,8 @@ def copy_unit(
     kv_heads: gl.constexpr, GROUP: gl.constexpr, QUARTER: gl.constexpr, BITS: gl.constexpr,
     CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """One unit of a context: a chunk of the sink or the own page, of which earlier steps have left
-    `offset` tokens, or the codes of `page`."""
+    """Copies one unit of a context: a chunk of the sink or of the own page, of which earlier steps
+    have stored `offset` tokens, or the codes of `page`."""
     DIM: gl.constexpr = 4 * QUARTER
     tiles = ring.index(stage)
     if index < raw_units:

@@ -1,12 +1,12 @@
 """Attention of a decode step's tokens over a KVarN cache, from the projection's partial sums.
 
-A program takes one token, KV head and part of the context, as in `triton_attention`, but computes
-what it needs of the token itself: no kernel lies between, and what earlier steps have left is
-copied into a ring while the product before runs. The part that holds the token's place sees its
-key first, and writes it and the value into the sink or the tail.
+A program takes one token, KV head and part of the context, as in `triton_attention`. It also
+computes the token's query, key and value itself, which saves a kernel. It copies keys and values of
+earlier steps into a ring while the projection still runs. The part that contains the token's
+position visits the new key first, and writes the key and the value into the sink or the tail.
 
-In Gluon, because then each warp has a softmax of its own over a quarter of the keys, and sums of
-its own: within a page warps wait for each other only where they share the scaled queries.
+Gluon gives each warp its own softmax and sums over a quarter of the keys. Within a page warps wait
+for each other only to share the scaled queries.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
 _ROWS = 8
-"""Queries that share a KV head, its key and its value, and padding: columns of products."""
+"""Columns of products: the queries that share a KV head, its key and its value, and padding."""
 
 _MIN_UNITS = 3
-"""Units of a context for each program, if it has so many: fewer cost more in merging."""
+"""The least units per program, if the context has them: with fewer, merging costs more."""
 
 _MOST_SPLITS = 64
 
 _MERGED_BY_A_WARP = 8
-"""Parts that a warp reads at once: of more, four of them do."""
+"""Up to this many parts are merged by one warp, more by four."""
 
 _GROUP = 128
 _QUARTER = 32
-"""The pages, and the heads, that this kernel is for."""
+"""The sizes of pages and heads that this kernel supports."""
 
 _CHUNK = 64
-"""Keys in full precision that are visited together."""
+"""Keys in full precision per unit."""
 
 
 @gluon.jit
 def _units(position, GROUP: gl.constexpr, CHUNK: gl.constexpr):
-    """Into what programs cut a context, as `triton_attention.units_of`."""
+    """The units of a context: see `triton_attention.units_of`."""
     own = position // GROUP
     sink = gl.minimum(own, 1) * (GROUP // CHUNK)
     raw = sink + position % GROUP // CHUNK + 1
@@ -66,8 +66,8 @@ def _units(position, GROUP: gl.constexpr, CHUNK: gl.constexpr):
 def _of_all_warps(
     found, peaks_mem, weights_mem, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """The sum of what the warps found, by their softmax weights: quarters [rows, quarter], its peak
-    and its weight."""
+    """Adds the warps' results by their softmax weights: quarters [rows, quarter], and the peak and
+    weight of the sum."""
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     top = peaks_mem.index(0).load(of_row)
     for warp in gl.static_range(1, WARPS):
@@ -101,7 +101,7 @@ def _attend(
     CHUNK: gl.constexpr, SPLITS: gl.constexpr, MIN_UNITS: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """A program per tile, KV head and part."""
+    """One program per tile, KV head and part."""
     DIM: gl.constexpr = 4 * QUARTER
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = CHUNK // WARPS
@@ -138,7 +138,7 @@ def _attend(
     if begin >= stop:
         return
 
-    # Each memory as what is copied into it, and as what is read out of it.
+    # Each buffer has two views: one for copies into it, and one for reads.
     ring = gl.allocate_shared_memory(gl.int16, [STAGES, TILES, CHUNK, QUARTER], spread)
     tiles = ring.reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, QUARTER], spread)
     scales_ring = gl.allocate_shared_memory(gl.int32, [STAGES, 4, GROUP], plain)
@@ -150,7 +150,7 @@ def _attend(
     first_tile = (first_slot + slot) * 2
     own_tile = first_tile + gl.where(own > 0, 1, 0)
     pages = ()
-    for stage in gl.static_range(STAGES):  # asked for at once
+    for stage in gl.static_range(STAGES):  # all copies in flight at once
         number = gl.minimum(gl.maximum(begin + stage - raw_units + 1, 0), own)
         pages = pages + (first_page + gl.load(table + number),)  # noqa: RUF005  (as Triton knows)
     for stage in gl.static_range(STAGES):
@@ -275,9 +275,9 @@ def _merge(
     CHUNK: gl.constexpr, SPLITS: gl.constexpr, MIN_UNITS: gl.constexpr, WIDTH: gl.constexpr,
     EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """Of a tile and HEADS query heads that share a KV head: adds the parts by their softmax
-    weights, WIDTH of them at a time, and rotates the result back. Warps share the parts of a lone
-    head, or each takes a head of its own."""
+    """Merges the parts of a tile and HEADS query heads that share a KV head: adds them by their
+    softmax weights, WIDTH at a time, and rotates the sum back. Warps share the parts of a single
+    head, or take one head each."""
     DIM: gl.constexpr = 4 * QUARTER
     group: gl.constexpr = q_heads // kv_heads
     SHARE: gl.constexpr = gl.num_warps() if HEADS == 1 else 1
@@ -339,14 +339,14 @@ def _merge(
 
 
 def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
-    """Whether this kernel is for such heads and pages; others are left to `triton_attention`."""
+    """Whether this kernel supports these heads and pages. Others use `triton_attention`."""
     _, _, kv_heads, group, quarter = kv.key_words.shape
     heads = qkv.shape[2] // (4 * quarter * kv_heads)  # with a key's and a value's
     return dtype == jnp.bfloat16 and (group, quarter) == (_GROUP, _QUARTER) and heads <= _ROWS
 
 
 def heuristic(*, tiles: int, kv_heads: int, target: Target) -> Config:
-    """A configuration for so many single tokens; a lone one's context is split further."""
+    """A configuration for `tiles` single tokens. The context of a lone token is split further."""
     wanted = (
         limits_of(target).kvarn_streaming_programs
         * target.gpu.multiprocessors
@@ -370,7 +370,8 @@ def attend(
     eps: float,
     target: Target,
 ) -> tuple[Array, KVarNKV]:
-    """`kv_format.attend` of single tokens: the result, and kv with their keys and values."""
+    """`kv_format.attend` of single tokens. Returns the result, and kv with their keys and
+    values."""
     num_pages, kv_heads, group, quarter = kv.key_words.shape[1:]
     parts, tokens, width = qkv.shape
     head_dim, tiles = 4 * quarter, step.tiles.in_one_list()

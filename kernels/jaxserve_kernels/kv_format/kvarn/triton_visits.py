@@ -1,7 +1,7 @@
 """Attention of a token's heads over keys in shared memory: in full precision, or a page of codes.
 
-Each warp takes some of the keys and has a peak, weights and sums of its own: [warps, ...] is the
-first axis of all of them, and of the products. `triton_page` has the arithmetic of codes.
+Each warp takes some of the keys and has its own peak, weights and sums. The first axis of these,
+and of the products, is that of warps. `triton_page` explains the arithmetic of codes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from jaxserve_kernels.kv_format.kvarn.triton_page import code_quarters, float16_
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, for_each_warp
 
 _OFFSET = gl.constexpr(128.0 + 7.5)
-"""What a key's code is in a product, less its distance from the codes' middle."""
+"""The bfloat16 number for the middle of the codes' range."""
 
 
 @gluon.jit
 def stacked(x0, x1, x2, x3):
-    """Four matrices behind one another, [4, ...]."""
+    """Stacks four matrices: [4, ...]."""
     x = gl.join(gl.join(x0, x1), gl.join(x2, x3))  # [..., number % 2, number // 2]
     return gl.reshape(gl.permute(x, (3, 2, 0, 1)), [4, x0.shape[0], x0.shape[1]])
 
 
 @gluon.jit
 def _raw(tile, left: gl.constexpr):
-    """Keys or values in full precision, a quarter of their heads."""
+    """Loads one quarter of the heads' keys or values in full precision."""
     return tile.load(left).to(gl.bfloat16, bitcast=True)
 
 
@@ -35,7 +35,8 @@ def visit_raw(
     tiles, first, held, q0, q1, q2, q3, peak, weights, acc0, acc1, acc2, acc3,
     scale: gl.constexpr,
 ):  # fmt: skip
-    """Keys in full precision, of which the first `held` count: a quarter of them by each warp."""
+    """Visits keys in full precision, a quarter of them per warp. Keys after the first `held` are
+    masked."""
     layout: gl.constexpr = weights.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
@@ -62,8 +63,8 @@ def visit_raw(
 
 @gluon.jit
 def _scaled(q, words):
-    """A quarter of the queries times the keys' scales, rounded; and what zeros and offset add to
-    scores, by channel."""
+    """A quarter of the queries times the keys' scales, rounded; and the contribution of zeros and
+    offset to scores, by channel."""
     scale, zero = float16_pair(words.load(gl.SliceLayout(0, q.type.layout)))
     wide = q.to(gl.float32)
     factor = (wide * gl.expand_dims(scale, 0)).to(gl.bfloat16)
@@ -73,7 +74,7 @@ def _scaled(q, words):
 
 @gluon.jit
 def _code_scores(tile, f0, f1, f2, f3, rest, column, none):
-    """Scores of half a page's keys, as codes."""
+    """Scores of the codes of half a page's keys."""
     left: gl.constexpr = gl.DotOperandLayout(0, none.type.layout, 2)
     k0, k1, k2, k3 = code_quarters(tile.load(left), 0, 4, True)
     out = mma_v2(k0, f0, none)
@@ -85,7 +86,8 @@ def _code_scores(tile, f0, f1, f2, f3, rest, column, none):
 
 @gluon.jit
 def _value_factor(probs, words, MIDDLE: gl.constexpr):
-    """Probabilities times the values' scales, rounded; what zeros and offset add, by key."""
+    """Probabilities times the values' scales, rounded; and the contribution of zeros and offset, by
+    key."""
     scale, zero = float16_pair(words.load(gl.SliceLayout(2, probs.type.layout)))
     factor = (probs * gl.expand_dims(scale, 2)).to(gl.bfloat16)
     rest = probs * gl.expand_dims(zero + MIDDLE * scale, 2)
@@ -94,7 +96,7 @@ def _value_factor(probs, words, MIDDLE: gl.constexpr):
 
 @gluon.jit
 def _columns(words, layout: gl.constexpr):
-    """Scales of the values' channels: of a quarter, and of the one half a head later."""
+    """Scales of the values' channels: those of a quarter, and those half a head later."""
     low, high = float16_pair(words.load(gl.SliceLayout(0, gl.SliceLayout(2, layout))))
     low = gl.expand_dims(gl.expand_dims(low, 0), 2)
     return low, gl.expand_dims(gl.expand_dims(high, 0), 2)
@@ -106,9 +108,12 @@ def visit_codes(
     peak, weights, acc0, acc1, acc2, acc3,
     scale: gl.constexpr, QUARTER: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """A page of codes, of each half some tokens by each warp. Its scales are at `first_scales` of
-    `scales` as vectors, and in `key_scales` as halves of them by warp and token; `factor_mem`, the
-    same memory as `factors`, is for the queries times the keys' scales, which warps share."""
+    """Visits a page of codes. Each warp takes some tokens of each half.
+
+    The page's scales are vectors in `scales` from `first_scales` on; `key_scales` has halves of
+    them by warp and token. `factor_mem`, the same memory as `factors`, is for the queries times the
+    keys' scales, which the warps share.
+    """
     layout: gl.constexpr = weights.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
