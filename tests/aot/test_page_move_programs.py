@@ -58,7 +58,7 @@ def sharding(major: int) -> NamedSharding:
 def test_moves_of_pages_compile_and_copy_no_cache(kv_format: KVFormat, major: int) -> None:
     place = sharding(major)
     programs = page_moves.programs(
-        kv_format, [SHAPE], jnp.bfloat16, RINGS, STATE, target=Target.for_gpu(10 * major)
+        [kv_format], [SHAPE], jnp.bfloat16, RINGS, STATE, target=Target.for_gpu(10 * major)
     )
     moved = [each for each in programs if each.name.endswith(("_1", "_16"))]
     assert len(moved) == 8
