@@ -172,6 +172,8 @@ def inspect(
     text = program.as_text()
     counts = ",".join(map(str, state.tables.counts.shape))
     caches = jax.tree.leaves((state.kv, state.draft_kv))
+    if state.draft_kv is not None:
+        caches.append(jax.eval_shape(draft_cache.as_pages, state.draft_kv))
     kv_shapes = [",".join(map(str, leaf.shape)) for leaf in caches]
     return {
         "bucket": bucket.name,

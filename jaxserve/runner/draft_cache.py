@@ -5,6 +5,10 @@ happens to a page happens to what the head keeps of its tokens: it is given to a
 copied, and moved to a tier below the device. The cache is dense, in the dtype of the activations,
 whatever format the model's is in: a head writes an entry of a page that the model has filled
 already, and writes it again after drafts that were rejected.
+
+The kernels of dense attention are made for pages of 64 tokens. So a longer page of the model is a
+few of the head's: the array is [layers, pages, parts, kv_heads, 2, page_size / parts, head_dim],
+and `as_pages` is what the head reads.
 """
 
 from __future__ import annotations
@@ -13,12 +17,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.models.drafts.spec import DraftSpec
 from jaxserve.models.layer import Caches, paged
-from jaxserve_kernels.kv_format import AUTO, KV, CacheShape, KVFormat, PageLayout
+from jaxserve_kernels.kv_format import AUTO, KV, AttentionStep, CacheShape, KVFormat, PageLayout
+
+_PAGE = 64
+"""Tokens of the head's pages, if the model's have more."""
 
 
 class Drafted(NamedTuple):
@@ -42,13 +51,17 @@ class DraftedLayout(PageLayout):
         return self.model.page_size
 
     def abstract(self, shape: CacheShape, dtype: DTypeLike) -> Drafted:
-        own: Any = AUTO.abstract(self.draft_shape(shape), dtype)
-        return Drafted(self.model.abstract(shape, dtype), own)
-
-    def draft_shape(self, shape: CacheShape) -> CacheShape:
-        """Returns the shape of the cache of what drafts."""
-        own = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        return dataclasses.replace(shape, **own)
+        parts = max(shape.page_size // _PAGE, 1)
+        own = dataclasses.replace(
+            shape,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            page_size=shape.page_size // parts,
+            head_dim=self.head_dim,
+        )
+        layers, pages, *page = AUTO.abstract(own, dtype).shape
+        draft: Any = jax.ShapeDtypeStruct((layers, pages, parts, *page), dtype)
+        return Drafted(self.model.abstract(shape, dtype), draft)
 
 
 def layout(kv_format: KVFormat, draft: DraftSpec | None) -> PageLayout:
@@ -70,6 +83,34 @@ def abstract(draft: DraftSpec | None, shape: CacheShape, dtype: DTypeLike) -> An
     """
     found = layout(AUTO, draft)
     return found.abstract(shape, dtype).draft if isinstance(found, DraftedLayout) else None
+
+
+def as_pages(draft: Array) -> Array:
+    """Returns the cache of what drafts as a dense cache, in which each part is a page: page p of
+    the model is those from p * parts on."""
+    layers, pages, parts, *page = draft.shape
+    return draft.reshape(layers, pages * parts, *page)
+
+
+def page_table(table: Array, draft: Array) -> Array:
+    """Returns the page table of the model's first cache, int32 [slots + 1, pages_per_seq], as that
+    of `as_pages`, int32 [slots + 1, pages_per_seq * parts]."""
+    parts = draft.shape[2]
+    if parts == 1:
+        return table
+    return (table[:, :, None] * parts + jnp.arange(parts)).reshape(table.shape[0], -1)
+
+
+def places(step: AttentionStep, draft: Array) -> AttentionStep:
+    """Returns where tokens of the model's first cache lie in `as_pages`."""
+    parts, size = draft.shape[2], draft.shape[5]
+    if parts == 1:
+        return step
+    return step._replace(
+        pages=step.pages * parts + step.offsets // size,
+        offsets=step.offsets % size,
+        page_table=page_table(step.page_table, draft),
+    )
 
 
 def joined(kv: Caches, draft: Array | None) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ pass of the head: its drafts lie on the device before the host knows where the n
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxserve.models.drafts.spec import (
     MtpDraft,
 )
 from jaxserve.models.layer import StepTokens
-from jaxserve.runner import entry_step, model_drafts
+from jaxserve.runner import draft_cache, entry_step, model_drafts
 from jaxserve.runner.entry_step import EntryHead
 from jaxserve_kernels.kv_format import page_size
 from jaxserve_kernels.sampler import RowAdjustments, RowSampling, SlotTables
@@ -103,18 +103,22 @@ def remember(
     if draft is None:
         return None, None
     assert isinstance(params, WithHead) and cache is not None
-    head = params.head
+    head, states, pages = params.head, None, draft_cache.as_pages(cache)
+    tokens = StepTokens(tokens.ids, (draft_cache.places(tokens.places[0], cache),))
     if isinstance(draft, BlockDraft):
         assert isinstance(head, BlockParams)
-        return block.write_context(head, draft, cache, tapped, tokens, target=target), None
-    if isinstance(draft, ModelDraft):
+        pages = block.write_context(head, draft, pages, tapped, tokens, target=target)
+    elif isinstance(draft, ModelDraft):
         assert isinstance(head, decoder.Params)
-        own = (head, draft, cache, tokens)
-        return model_drafts.write_tokens(*own, tile_size=tile_size, target=target), None
-    assert kept is not None
-    (states,) = tapped if isinstance(draft, MtpDraft) else [_states(head, tapped, target=target)]
-    entries = _entry_head(params, draft, target=target)
-    return entry_step.write_entries(entries, cache, tokens, states, kept, sequences), states
+        own = (head, draft, pages, tokens)
+        pages = model_drafts.write_tokens(*own, tile_size=tile_size, target=target)
+    else:
+        assert kept is not None
+        is_mtp = isinstance(draft, MtpDraft)
+        (states,) = tapped if is_mtp else [_states(head, tapped, target=target)]
+        entries = _entry_head(params, draft, target=target)
+        pages = entry_step.write_entries(entries, pages, tokens, states, kept, sequences)
+    return pages.reshape(cache.shape), states
 
 
 def _states(head: HeadParams, tapped: Sequence[Array], *, target: Target) -> Array:
@@ -192,15 +196,36 @@ def draft_ahead(
         here = rows._replace(position=ends.position + 1 + number, active=ends.held > ends.position)
         return draw(scores, here, adjustments, tables, vocab=vocab, target=target)
 
-    most = min(most, draft.num_drafts)
+    most, table = min(most, draft.num_drafts), draft_cache.page_table(page_table, cache)
+    pages = draft_cache.as_pages(cache)
     if isinstance(draft, Eagle3Draft | MtpDraft):
         assert states is not None
-        own = (_entry_head(params, draft, target=target), cache, page_table, ends)
-        return entry_step.draft_tokens(*own, states, choose, most=most)
-    if isinstance(draft, ModelDraft):
+        own = (_entry_head(params, draft, target=target), pages, table, ends, states, choose)
+        drafts, count, pages = entry_step.draft_tokens(*own, most=most)
+    elif isinstance(draft, ModelDraft):
         assert isinstance(params.head, decoder.Params)
-        own = (params.head, draft, cache, page_table, ends, choose)
-        return model_drafts.draft_tokens(*own, vocab=spec.vocab_size, most=most, target=target)
+        own = (params.head, draft, pages, table, ends, choose)
+        drafts, count, pages = model_drafts.draft_tokens(
+            *own, vocab=spec.vocab_size, most=most, target=target
+        )
+    else:
+        own = (params, draft, pages, table, ends, choose)
+        drafts, count, pages = _draft_block(*own, most=most, target=target)
+    return drafts, count, pages.reshape(cache.shape)
+
+
+def _draft_block(
+    params: WithHead,
+    draft: BlockDraft,
+    cache: Array,
+    page_table: Array,
+    ends: Ends,
+    choose: Callable[[Array, int], Array],
+    *,
+    most: int,
+    target: Target,
+) -> tuple[Array, Array, Array]:
+    """Draft a block behind the rows' last tokens, as `entry_step.draft_tokens`."""
     assert isinstance(params.head, BlockParams)
     size, skipped = page_size(cache), 0 if draft.predicts_next else 1
     count = jnp.clip(ends.held - ends.position, 0, draft.block)

@@ -84,7 +84,7 @@ def draft_tokens(
     """Draft one token after the other behind the rows' last tokens.
 
     Args:
-      page_table: of the model's first cache, int32 [slots + 1, pages_per_seq].
+      page_table: of the cache, int32 [slots + 1, pages_per_seq].
       states: [rows, embed], of the tokens before the last ones.
       choose: takes scores, float32 [rows, vocab], and the draft's number.
 

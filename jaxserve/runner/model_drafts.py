@@ -31,9 +31,10 @@ def write_tokens(
     """Returns the draft model's cache with a step's tokens.
 
     Args:
+      tokens: with their places in that cache.
       tile_size: None: each token is the next one of its sequence.
     """
-    own = (params, (cache,), tokens._replace(places=tokens.places[:1]), draft.body)
+    own = (params, (cache,), tokens, draft.body)
     if tile_size is None:
         _, kv = decoder.decode(*own, target=target)
     else:
@@ -56,7 +57,7 @@ def draft_tokens(
     """Draft one token after the other behind the rows' last tokens.
 
     Args:
-      page_table: of the target's first cache, int32 [slots + 1, pages_per_seq].
+      page_table: of the cache, int32 [slots + 1, pages_per_seq].
       choose: takes scores, float32 [rows, vocab], and the draft's number.
       vocab: the target's.
 

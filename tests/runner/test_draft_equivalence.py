@@ -24,7 +24,7 @@ from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, block_tensors, eagle3_tensors
 from tests.runner.driver import TOLERANCE
-from tests.runner.test_draft_steps import ENCODED, OTHER_FORMATS
+from tests.runner.test_draft_steps import ENCODED, OTHER_FORMATS, pages_for
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, play, workloads
 from tests.runner.test_kv_formats import MOST_DIFFERENT, count_different
 from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, tiny_spec
@@ -121,8 +121,9 @@ def served(
         kv_format=kv_format,
     )
     sink: Any = StubMetrics()
-    runner = Runner(runner_config, params, sink, head)
-    runner.compile(2, lambda name, done: None)
+    with pages_for(kv_format):
+        runner = Runner(runner_config, params, sink, head)
+        runner.compile(2, lambda name, done: None)
     before = COMPILES.count
     yield Served(runner_config, runner, Solo(runner, runner_config))
     assert COMPILES.count == before, "something was compiled while serving"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,15 @@ def served(
     return Served(settings, opened.load(), opened.spec, config, tensors, params)
 
 
+@contextmanager
+def pages_for(kv_format: KVFormat) -> Generator[None]:
+    """Beside KVarN a page of the model is two of the head's, as with pages of 128 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(kv_format, KVarN):
+            patch.setattr("jaxserve.runner.draft_cache._PAGE", kv_format.group // 2)
+        yield
+
+
 def quiet(params: Any) -> Any:
     """Weights of a target whose attention adds nothing. So the head's formulas hold whatever the
     target's format of keys and values does to those."""
@@ -193,12 +203,15 @@ def greedy_drafts(served: Served, tokens: Sequence[int], positions: int) -> list
     ],
     ids=lambda it: f"{it[0]}, {it[1].name}",
 )
-def random(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def random(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     name, kv_format = request.param
     config, params = CONFIGS[name], make_params(SPEC, 4)
     folder = tmp_path_factory.mktemp("head")
     params = params if kv_format == AUTO else quiet(params)
-    return served(config, block_tensors(config), params, folder, kv_format)
+    with pages_for(kv_format):
+        yield served(config, block_tensors(config), params, folder, kv_format)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.runner.test_draft_steps import (
     assert_drafts,
     assert_lossless,
     drafts_on_device,
+    pages_for,
     quiet,
     served,
     taps_of,
@@ -46,14 +47,17 @@ PAGE = 4
     ],
     ids=lambda it: it.name,
 )
-def random(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def random(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """With a vocabulary of its own."""
     kv_format, params = request.param, make_params(SPEC, 4)
     params = params if kv_format == AUTO else quiet(params)
     taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
     config = draft_files.eagle3(SPEC) | {"eagle_config": taps}
     folder = tmp_path_factory.mktemp("head")
-    return served(config, eagle3_tensors(config), params, folder, kv_format)
+    with pages_for(kv_format):
+        yield served(config, eagle3_tensors(config), params, folder, kv_format)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from tests.runner.test_draft_steps import (
     assert_all_accepted,
     assert_lossless,
     drafts_in_turns,
+    pages_for,
     quiet,
 )
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
@@ -88,7 +89,8 @@ def served(tensors: Tensors, params: Any, folder: Path, kv_format: KVFormat = AU
 def random(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     kv_format, params = request.param, make_params(SPEC, 4)
     params = params if kv_format == AUTO else quiet(params)
-    return served(mtp_tensors(SPEC), params, tmp_path_factory.mktemp("head"), kv_format)
+    with pages_for(kv_format):
+        return served(mtp_tensors(SPEC), params, tmp_path_factory.mktemp("head"), kv_format)
 
 
 @pytest.fixture(scope="module")
