@@ -39,7 +39,7 @@ from jaxserve.models import decoder, delta_net
 from jaxserve.models.drafts import loading
 from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables, verify
+from jaxserve.runner import batch, draft_cache, kv_cache, sequence_state, slot_tables, verify
 from jaxserve.runner.batch import Bucket
 from jaxserve.runner.draft_step import WithHead
 from jaxserve.runner.step import DeviceState, run_step
@@ -118,23 +118,24 @@ def inspect(
     for old in Path(DUMP.name).iterdir():
         old.unlink()
     groups = len(spec.cache_groups)
-    cache = kv_cache.cache_config(spec, [PAGES] * groups, PAGE_SIZE)
+    kv_format = named(kv_cache_dtype)
+    page_size = kv_format.page_size or PAGE_SIZE
+    cache = kv_cache.cache_config(spec, [PAGES] * groups, page_size)
     recurrent = delta_net.abstract_state(spec, jnp.bfloat16, MAX_SEQS + 1)
+    shapes = kv_cache.shapes(spec, cache, MAX_SEQS)
     state = DeviceState(
         kv=(
-            *(
-                named(kv_cache_dtype).abstract(each, jnp.bfloat16)
-                for each in kv_cache.shapes(spec, cache, MAX_SEQS, draft)
-            ),
+            *(kv_format.abstract(each, jnp.bfloat16) for each in shapes),
             *(() if recurrent is None else (recurrent,)),
         ),
         sequences=jax.ShapeDtypeStruct(
-            sequence_state.shape(MAX_SEQS, spec.max_position // PAGE_SIZE, groups), jnp.int32
+            sequence_state.shape(MAX_SEQS, spec.max_position // page_size, groups), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(bucket.tokens, MAX_TOKENS)),
         results=jax.ShapeDtypeStruct((MAX_SEQS + 1, batch.RESULT_COLUMNS), jnp.int32),
-        drafting=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
+        draft_kv=draft_cache.abstract(draft, shapes[0], jnp.bfloat16),
+        draft_states=jax.ShapeDtypeStruct((MAX_SEQS + 1, spec.embed), jnp.bfloat16)
         if isinstance(draft, Eagle3Draft | MtpDraft)
         else None,
     )
@@ -170,7 +171,10 @@ def inspect(
     (results,) = (each for each in allocations if " state_results" in each)
     text = program.as_text()
     counts = ",".join(map(str, state.tables.counts.shape))
-    kv_shapes = [",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves(state.kv)]
+    caches = jax.tree.leaves((state.kv, state.draft_kv))
+    if state.draft_kv is not None:
+        caches.append(jax.eval_shape(draft_cache.as_pages, state.draft_kv))
+    kv_shapes = [",".join(map(str, leaf.shape)) for leaf in caches]
     return {
         "bucket": bucket.name,
         "arguments": len(jax.tree.leaves(arguments)),

@@ -180,10 +180,11 @@ def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
 
 
 def _per_token(planned: EnginePlan) -> int:
-    """Bytes of keys and values of a token in all layers."""
+    """Bytes of keys and values of a token in all layers, with those of a head."""
+    from jaxserve.runner import kv_cache
 
     config = planned.config
-    pages = sum(config.kv_format.page_bytes(each, config.dtype) for each in config.kv_shapes)
+    pages = sum(kv_cache.page_bytes(config.layouts, config.kv_shapes, config.dtype))
     return pages // config.cache.page_size
 
 

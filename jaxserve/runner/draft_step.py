@@ -7,8 +7,8 @@ pass of the head: its drafts lie on the device before the host knows where the n
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -29,8 +29,8 @@ from jaxserve.models.drafts.spec import (
     ModelDraft,
     MtpDraft,
 )
-from jaxserve.models.layer import Caches, StepTokens, paged
-from jaxserve.runner import entry_step, model_drafts
+from jaxserve.models.layer import StepTokens
+from jaxserve.runner import draft_cache, entry_step, model_drafts
 from jaxserve.runner.entry_step import EntryHead
 from jaxserve_kernels.kv_format import page_size
 from jaxserve_kernels.sampler import RowAdjustments, RowSampling, SlotTables
@@ -81,40 +81,44 @@ def finish_rows(
 def remember(
     params: StepParams,
     draft: DraftSpec | None,
-    kv: Caches,
+    cache: Array | None,
     tapped: Sequence[Array],
     tokens: StepTokens,
-    kept: Any,
+    kept: Array | None,
     sequences: Array,
-    spec: ModelSpec,
     *,
     tile_size: int | None,
     target: Target,
-) -> tuple[Caches, Any]:
-    """Returns the caches with what the head will see of a step's tokens, and what becomes of `kept`
-    in `keep`: of EAGLE-3 and MTP the states of them [tokens, embed], of a draft model its cache.
+) -> tuple[Array | None, Array | None]:
+    """Returns the head's cache with what it will see of a step's tokens; and of EAGLE-3 and MTP the
+    states of those [tokens, embed], for `keep`.
 
     Args:
+      cache: see `draft_cache`; None without a head.
       tapped: of MTP the tokens' hidden states after the final norm.
-      kept: see `DeviceState.drafting`.
+      kept: see `DeviceState.draft_states`.
       sequences: see `sequence_state`.
       tile_size: of the step; None: each token is the next one of its sequence.
     """
     if draft is None:
-        return kv, None
-    assert isinstance(params, WithHead)
-    head, first = params.head, first_layer(spec)
+        return None, None
+    assert isinstance(params, WithHead) and cache is not None
+    head, states, pages = params.head, None, draft_cache.as_pages(cache)
+    tokens = StepTokens(tokens.ids, (draft_cache.places(tokens.places[0], cache),))
     if isinstance(draft, BlockDraft):
         assert isinstance(head, BlockParams)
-        kv = block.write_context(head, draft, kv, tapped, tokens, first=first, target=target)
-        return kv, None
-    if isinstance(draft, ModelDraft):
+        pages = block.write_context(head, draft, pages, tapped, tokens, target=target)
+    elif isinstance(draft, ModelDraft):
         assert isinstance(head, decoder.Params)
-        own = (head, draft, kept, tokens)
-        return kv, model_drafts.write_tokens(*own, tile_size=tile_size, target=target)
-    (states,) = tapped if isinstance(draft, MtpDraft) else [_states(head, tapped, target=target)]
-    entries = _entry_head(params, draft, first=first, target=target)
-    return entry_step.write_entries(entries, kv, tokens, states, kept, sequences), states
+        own = (head, draft, pages, tokens)
+        pages = model_drafts.write_tokens(*own, tile_size=tile_size, target=target)
+    else:
+        assert kept is not None
+        is_mtp = isinstance(draft, MtpDraft)
+        (states,) = tapped if is_mtp else [_states(head, tapped, target=target)]
+        entries = _entry_head(params, draft, target=target)
+        pages = entry_step.write_entries(entries, pages, tokens, states, kept, sequences)
+    return pages.reshape(cache.shape), states
 
 
 def _states(head: HeadParams, tapped: Sequence[Array], *, target: Target) -> Array:
@@ -122,54 +126,48 @@ def _states(head: HeadParams, tapped: Sequence[Array], *, target: Target) -> Arr
     return eagle3.states(head, tapped, target=target)
 
 
-def _entry_head(params: WithHead, draft: EntryDraft, *, first: int, target: Target) -> EntryHead:
-    """`first`: see `eagle3.extend`."""
-    head, model, where = params.head, params.model, {"first": first, "target": target}
+def _entry_head(params: WithHead, draft: EntryDraft, *, target: Target) -> EntryHead:
+    head, model = params.head, params.model
     own = (head, draft, model.embedding)
     if isinstance(draft, MtpDraft):
         assert isinstance(head, MtpParams)
         return EntryHead(
-            functools.partial(mtp.store, *own, **where),
-            functools.partial(mtp.extend, *own, tile_size=1, **where),
+            functools.partial(mtp.store, *own, target=target),
+            functools.partial(mtp.extend, *own, tile_size=1, target=target),
             functools.partial(decoder.logits, model, target=target),
         )
     assert isinstance(head, Eagle3Params)
     return EntryHead(
-        functools.partial(eagle3.store, *own, **where),
-        functools.partial(eagle3.extend, *own, tile_size=1, **where),
+        functools.partial(eagle3.store, *own, target=target),
+        functools.partial(eagle3.extend, *own, tile_size=1, target=target),
         functools.partial(eagle3.scores, head, draft, target=target),
     )
 
 
 def keep(
     draft: DraftSpec | None,
-    kept: Any,
+    kept: Array | None,
     sequences: Array,
-    states: Any,
+    states: Array | None,
     last: Array,
     slots: Array,
     lengths: Array,
-) -> tuple[Any, Array]:
-    """Returns `DeviceState.drafting` and the sequence state behind a step, see `entry_step.keep`.
-    `states` is of `remember`."""
+) -> tuple[Array | None, Array]:
+    """Returns `DeviceState.draft_states` and the sequence state behind a step, see
+    `entry_step.keep`. `states` is of `remember`."""
     if not isinstance(draft, Eagle3Draft | MtpDraft):
-        return states, sequences
+        return None, sequences
+    assert kept is not None and states is not None
     return entry_step.keep(kept, sequences, states, last, slots, lengths)
-
-
-def first_layer(spec: ModelSpec) -> int:
-    """Returns where the head's layers begin in the first cache: behind those of the target."""
-    return len(spec.cache_groups[0].layers)
 
 
 def draft_ahead(
     params: WithHead,
     draft: DraftSpec,
-    kv: Caches,
+    cache: Array,
     page_table: Array,
     ends: Ends,
     states: Array | None,
-    kept: Any,
     rows: RowSampling,
     adjustments: RowAdjustments,
     tables: SlotTables,
@@ -178,48 +176,66 @@ def draft_ahead(
     most: int,
     vocab: int,
     target: Target,
-) -> tuple[Array, Array, Caches, Any]:
+) -> tuple[Array, Array, Array]:
     """Draft what follows the rows' last tokens, with the noise of those positions.
 
     Args:
-      page_table: of the first cache, int32 [slots + 1, pages_per_seq].
+      cache: see `draft_cache`.
+      page_table: of the model's first cache, int32 [slots + 1, pages_per_seq].
       states: [rows, embed], those of EAGLE-3 and MTP of the tokens before the last ones.
-      kept: see `DeviceState.drafting`.
       rows, adjustments: of one position of each row; that position is not used.
       most: drafts for each row.
       vocab: only token ids below it are drawn.
 
     Returns:
-      The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], kv
-      and kept. They end where the pages do.
+      The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], and the
+      cache. They end where the pages do.
     """
 
     def choose(scores: Array, number: int) -> Array:
         here = rows._replace(position=ends.position + 1 + number, active=ends.held > ends.position)
         return draw(scores, here, adjustments, tables, vocab=vocab, target=target)
 
-    most, first = min(most, draft.num_drafts), first_layer(spec)
+    most, table = min(most, draft.num_drafts), draft_cache.page_table(page_table, cache)
+    pages = draft_cache.as_pages(cache)
     if isinstance(draft, Eagle3Draft | MtpDraft):
         assert states is not None
-        own = (_entry_head(params, draft, first=first, target=target), kv, page_table, ends)
-        return *entry_step.draft_tokens(*own, states, choose, most=most), kept
-    if isinstance(draft, ModelDraft):
+        own = (_entry_head(params, draft, target=target), pages, table, ends, states, choose)
+        drafts, count, pages = entry_step.draft_tokens(*own, most=most)
+    elif isinstance(draft, ModelDraft):
         assert isinstance(params.head, decoder.Params)
-        own = (params.head, draft, kept, page_table, ends, choose)
-        drafts, count, kept = model_drafts.draft_tokens(
+        own = (params.head, draft, pages, table, ends, choose)
+        drafts, count, pages = model_drafts.draft_tokens(
             *own, vocab=spec.vocab_size, most=most, target=target
         )
-        return drafts, count, kv, kept
+    else:
+        own = (params, draft, pages, table, ends, choose)
+        drafts, count, pages = _draft_block(*own, most=most, target=target)
+    return drafts, count, pages.reshape(cache.shape)
+
+
+def _draft_block(
+    params: WithHead,
+    draft: BlockDraft,
+    cache: Array,
+    page_table: Array,
+    ends: Ends,
+    choose: Callable[[Array, int], Array],
+    *,
+    most: int,
+    target: Target,
+) -> tuple[Array, Array, Array]:
+    """Draft a block behind the rows' last tokens, as `entry_step.draft_tokens`."""
     assert isinstance(params.head, BlockParams)
-    size, skipped = page_size(paged(kv)[0]), 0 if draft.predicts_next else 1
+    size, skipped = page_size(cache), 0 if draft.predicts_next else 1
     count = jnp.clip(ends.held - ends.position, 0, draft.block)
     tokens = block.block_tokens(
         draft, ends.last, ends.slots, ends.position, count, page_table, page_size=size
     )
-    own = (params.head, draft, params.model.embedding, kv, tokens)
-    hidden, kv = block.block_hidden(*own, first=first, target=target)
+    own = (params.head, draft, params.model.embedding, cache, tokens)
+    hidden, cache = block.block_hidden(*own, target=target)
     hidden = hidden.reshape(-1, draft.block, hidden.shape[-1])[:, skipped : skipped + most]
     scores = decoder.logits(params.model, hidden.reshape(-1, hidden.shape[-1]), target=target)
     scores = scores.reshape(*hidden.shape[:2], -1)
     drafts = block.propose(params.head, scores, ends.last, choose)
-    return drafts, jnp.clip(count - skipped, 0, most), kv, kept
+    return drafts, jnp.clip(count - skipped, 0, most), cache

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.models.drafts.places import Ends, places_of
-from jaxserve.models.layer import Caches, StepTokens
+from jaxserve.models.layer import StepTokens
 from jaxserve.runner.sequence_state import HEAD_STATE
 from jaxserve_kernels.kv_format import page_size
 
@@ -24,26 +24,25 @@ class EntryHead(NamedTuple):
     """What steps ask of a head. Entries come as their places with the ids of the tokens after them,
     and the states at their positions [tokens, embed]."""
 
-    store: Callable[[Caches, StepTokens, Array], Caches]
+    store: Callable[[Array, StepTokens, Array], Array]
     """See `eagle3.store`, `mtp.store`."""
-    extend: Callable[[Caches, StepTokens, Array], tuple[Array, Array, Caches]]
+    extend: Callable[[Array, StepTokens, Array], tuple[Array, Array, Array]]
     """See `eagle3.extend`, `mtp.extend`; each entry is a query tile."""
     scores: Callable[[Array], Array]
     """Of the model's tokens [rows, vocab], from hidden states after the final norm."""
 
 
 def write_entries(
-    head: EntryHead, kv: Caches, tokens: StepTokens, states: Array, kept: Array, sequences: Array
-) -> Caches:
-    """Store the entry before each of a step's tokens.
+    head: EntryHead, cache: Array, tokens: StepTokens, states: Array, kept: Array, sequences: Array
+) -> Array:
+    """Returns the head's cache with the entry before each of a step's tokens.
 
     Args:
       states: [tokens, embed], those of the model that the head reads.
       kept: [slots + 1, embed], see `keep`.
       sequences: see `sequence_state`.
     """
-    place, cache = tokens.places[0], kv[0]
-    assert isinstance(cache, Array)
+    place = tokens.places[0]
     slots, positions = place.slots, place.positions
     follows = (slots == jnp.roll(slots, 1)) & (positions == jnp.roll(positions, 1) + 1)
     follows = follows.at[0].set(False)
@@ -54,8 +53,7 @@ def write_entries(
         *(slots, positions - 1, positions - 1, place.page_table),
         page_size=page_size(cache),
     )
-    places = StepTokens(tokens.ids, (entries,))
-    return head.store(kv, places, before)
+    return head.store(cache, StepTokens(tokens.ids, (entries,)), before)
 
 
 def keep(
@@ -75,34 +73,32 @@ def keep(
 
 def draft_tokens(
     head: EntryHead,
-    kv: Caches,
+    cache: Array,
     page_table: Array,
     ends: Ends,
     states: Array,
     choose: Callable[[Array, int], Array],
     *,
     most: int,
-) -> tuple[Array, Array, Caches]:
+) -> tuple[Array, Array, Array]:
     """Draft one token after the other behind the rows' last tokens.
 
     Args:
-      page_table: of the first cache, int32 [slots + 1, pages_per_seq].
+      page_table: of the cache, int32 [slots + 1, pages_per_seq].
       states: [rows, embed], of the tokens before the last ones.
       choose: takes scores, float32 [rows, vocab], and the draft's number.
 
     Returns:
       See `draft_step.draft_ahead`.
     """
-    cache = kv[0]
-    assert isinstance(cache, Array)
     ids, drafts = ends.last, list[Array]()
     for number in range(most):
         at = ends.position - 1 + number
         places = places_of(
             at < ends.held, ends.slots, at, at, page_table, page_size=page_size(cache)
         )
-        hidden, states, kv = head.extend(kv, StepTokens(ids, (places,)), states)
+        hidden, states, cache = head.extend(cache, StepTokens(ids, (places,)), states)
         ids = choose(head.scores(hidden), number)
         drafts.append(ids)
     count = jnp.where(ends.held > ends.position, ends.held - ends.position + 1, 0)
-    return jnp.stack(drafts, axis=1), jnp.clip(count, 0, most), kv
+    return jnp.stack(drafts, axis=1), jnp.clip(count, 0, most), cache

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, PagedGroup
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.drafts.spec import DraftSpec, ModelDraft, shared_layers
-from jaxserve_kernels.kv_format import CacheShape, KVFormat
+from jaxserve.models.drafts.spec import DraftSpec
+from jaxserve.runner import draft_cache
+from jaxserve_kernels.kv_format import CacheShape, KVFormat, PageLayout
 
 _WINDOWS = 2
 """Pages of a group with a window, as a multiple of what all sequences hold there: as many again are
@@ -40,13 +41,16 @@ class SizedGroup(NamedTuple):
     shape: CacheShape
     """`pages` is ignored."""
     window: int | None = None
-    beside: CacheShape | None = None
-    """What a draft model's cache has for each page of the group."""
+    draft: DraftSpec | None = None
+    """What drafts and has keys and values in the group's pages."""
+
+    def layout(self, kv_format: KVFormat) -> PageLayout:
+        """Returns how its pages lie."""
+        return draft_cache.layout(kv_format, self.draft)
 
     def page_bytes(self, kv_format: KVFormat, dtype: DTypeLike) -> int:
         """Returns the bytes of a page."""
-        shapes = (self.shape, self.beside)
-        return sum(kv_format.page_bytes(each, dtype) for each in shapes if each is not None)
+        return self.layout(kv_format).page_bytes(self.shape, dtype)
 
     def needed(self, demand: Demand) -> int:
         """Returns the pages of one sequence of `max_model_len` tokens, and the padding page."""
@@ -65,12 +69,12 @@ def sized_groups(
     """Returns the cache groups of a model, in the order of `ModelSpec.cache_groups`.
 
     Args:
-      draft: its layers lie behind those of the first group, or it is a model with as many pages.
+      draft: it has keys and values in the pages of the first group.
     """
     return [
         SizedGroup(
             CacheShape(
-                layers=len(group.layers) + (0 if index else shared_layers(draft)),
+                layers=len(group.layers),
                 pages=1,
                 kv_heads=spec.kv_heads,
                 page_size=page_size,
@@ -78,39 +82,19 @@ def sized_groups(
                 slots=max_num_seqs + 1,
             ),
             group.window,
-            None if index else draft_shape(draft, page_size, max_num_seqs + 1),
+            None if index else draft,
         )
         for index, group in enumerate(spec.cache_groups)
     ]
 
 
-def draft_shape(
-    draft: DraftSpec | None, page_size: int, slots: int, pages: int = 1
-) -> CacheShape | None:
-    """Returns the shape of a draft model's cache; None without one."""
-    if not isinstance(draft, ModelDraft):
-        return None
-    body = draft.body
-    return CacheShape(
-        layers=body.num_layers,
-        pages=pages,
-        kv_heads=body.kv_heads,
-        page_size=page_size,
-        head_dim=body.head_dim,
-        slots=slots,
-    )
-
-
-def shapes(
-    spec: ModelSpec, cache: CacheConfig, max_num_seqs: int, draft: DraftSpec | None = None
-) -> tuple[CacheShape, ...]:
-    """Returns the shape of each cache group, which a KV format lays out; `draft` as in
-    `sized_groups`.
+def shapes(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> tuple[CacheShape, ...]:
+    """Returns the shape of each cache group, which a KV format lays out.
 
     Raises:
       ConfigError: the cache has other groups than the model.
     """
-    groups = sized_groups(spec, cache.page_size, max_num_seqs, draft)
+    groups = sized_groups(spec, cache.page_size, max_num_seqs)
     if [group.window for group in groups] != [group.window for group in cache.groups]:
         raise ConfigError("the KV cache has other groups than the model")
     pairs = zip(groups, cache.groups, strict=True)
@@ -141,11 +125,22 @@ def cache_config(
     )
 
 
-def total_bytes(kv_format: KVFormat, shapes: Sequence[CacheShape], dtype: DTypeLike) -> int:
-    """Returns the bytes of the whole cache. `dtype`: of activations."""
+def page_bytes(
+    layouts: Sequence[PageLayout], shapes: Sequence[CacheShape], dtype: DTypeLike
+) -> tuple[int, ...]:
+    """Returns the bytes of a page of each cache group."""
+    pairs = zip(layouts, shapes, strict=True)
+    return tuple(layout.page_bytes(shape, dtype) for layout, shape in pairs)
+
+
+def total_bytes(
+    layouts: Sequence[PageLayout], shapes: Sequence[CacheShape], dtype: DTypeLike
+) -> int:
+    """Returns the bytes of the whole cache, of which each group has a layout and a shape. `dtype`:
+    of activations."""
     return sum(
-        shape.pages * kv_format.page_bytes(shape, dtype) + kv_format.fixed_bytes(shape, dtype)
-        for shape in shapes
+        shape.pages * layout.page_bytes(shape, dtype) + layout.fixed_bytes(shape, dtype)
+        for layout, shape in zip(layouts, shapes, strict=True)
     )
 
 

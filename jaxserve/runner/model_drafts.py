@@ -1,19 +1,18 @@
 """What a small draft model adds to the steps of its target model.
 
 It computes each token that the target computes. So its cache holds the same tokens, and whoever
-shares the target's pages shares those of the draft model.
+shares the target's pages shares those of the draft model: see `draft_cache`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from jaxserve.models import decoder
-from jaxserve.models.drafts.places import Ends, places_of
+from jaxserve.models.drafts.places import Ends, only_cache, places_of
 from jaxserve.models.drafts.spec import ModelDraft
 from jaxserve.models.layer import StepTokens
 from jaxserve_kernels.kv_format import page_size
@@ -23,29 +22,30 @@ from jaxserve_kernels.target import Target
 def write_tokens(
     params: decoder.Params,
     draft: ModelDraft,
-    cache: Any,
+    cache: Array,
     tokens: StepTokens,
     *,
     tile_size: int | None,
     target: Target,
-) -> Any:
+) -> Array:
     """Returns the draft model's cache with a step's tokens.
 
     Args:
+      tokens: with their places in that cache.
       tile_size: None: each token is the next one of its sequence.
     """
-    own = (params, (cache,), tokens._replace(places=tokens.places[:1]), draft.body)
+    own = (params, (cache,), tokens, draft.body)
     if tile_size is None:
-        _, (cache,) = decoder.decode(*own, target=target)
+        _, kv = decoder.decode(*own, target=target)
     else:
-        _, (cache,) = decoder.forward(*own, tile_size=tile_size, target=target)
-    return cache
+        _, kv = decoder.forward(*own, tile_size=tile_size, target=target)
+    return only_cache(kv)
 
 
 def draft_tokens(
     params: decoder.Params,
     draft: ModelDraft,
-    cache: Any,
+    cache: Array,
     page_table: Array,
     ends: Ends,
     choose: Callable[[Array, int], Array],
@@ -53,16 +53,16 @@ def draft_tokens(
     vocab: int,
     most: int,
     target: Target,
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Array, Array]:
     """Draft one token after the other behind the rows' last tokens.
 
     Args:
-      page_table: of the first cache, int32 [slots + 1, pages_per_seq].
+      page_table: of the cache, int32 [slots + 1, pages_per_seq].
       choose: takes scores, float32 [rows, vocab], and the draft's number.
       vocab: the target's.
 
     Returns:
-      See `draft_step.draft_ahead`; in place of kv the draft model's cache.
+      See `draft_step.draft_ahead`.
     """
     ids, drafts = ends.last, list[Array]()
     for number in range(most):
@@ -71,7 +71,8 @@ def draft_tokens(
             at < ends.held, ends.slots, at, at, page_table, page_size=page_size(cache)
         )
         own = (params, (cache,), StepTokens(ids, (places,)), draft.body)
-        hidden, (cache,) = decoder.decode(*own, target=target)
+        hidden, kv = decoder.decode(*own, target=target)
+        cache = only_cache(kv)
         scores = decoder.logits(params, hidden, target=target)[:, :vocab]
         missing = vocab - scores.shape[1]
         scores = jnp.pad(scores, ((0, 0), (0, missing)), constant_values=-jnp.inf)

@@ -1,4 +1,4 @@
-"""Copies of whole pages of the KV cache, in any format: `KVFormat.copy_page`."""
+"""Copies of whole pages of the KV cache, in any layout: `PageLayout.copy_page`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxserve.plan import PageCopy
 from jaxserve.programs.executable_cache import Program
-from jaxserve_kernels.kv_format import KV, CacheShape, KVFormat
+from jaxserve_kernels.kv_format import CacheShape, PageLayout
 
 NAME = "copy_pages_"
 """Followed by the number of the cache group."""
@@ -23,39 +23,39 @@ COPIES = 8
 """Copies that one call of the program does. It needs scratch memory for a single page."""
 
 
-def program(kv_format: KVFormat, shape: CacheShape, dtype: DTypeLike, group: int) -> Program:
+def program(layout: PageLayout, shape: CacheShape, dtype: DTypeLike, group: int) -> Program:
     """Returns the program that applies `pack`'s arrays to the cache of a cache group.
 
     Args:
+      layout: of that cache.
       shape: of that cache.
       dtype: of activations.
     """
     return Program(
         name=f"{NAME}{group}",
-        function=functools.partial(copy_pages, kv_format=kv_format),
+        function=functools.partial(copy_pages, layout=layout),
         arguments=(
-            kv_format.abstract(shape, dtype),
+            layout.abstract(shape, dtype),
             jax.ShapeDtypeStruct((2, COPIES), jnp.int32),
         ),
         donated=(0,),
-        details=repr(kv_format.page_axes),
+        details=repr(layout.page_axes),
     )
 
 
-def copy_pages(kv: KV, pages: Array, *, kv_format: KVFormat) -> KV:
+def copy_pages(kv: Any, pages: Array, *, layout: PageLayout) -> Any:
     """Copies pages one after another; each copy reads what those before it wrote.
 
     Args:
       kv: the cache, updated in place when donated.
       pages: int32 [2, copies], sources and targets.
-      kv_format: of the cache.
+      layout: of the cache.
     """
 
-    def copy(number: Array, kv: KV) -> KV:
-        return kv_format.copy_page(kv, pages[0, number], pages[1, number])
+    def copy(number: Array, kv: Any) -> Any:
+        return layout.copy_page(kv, pages[0, number], pages[1, number])
 
-    copied: Any = lax.fori_loop(0, pages.shape[1], copy, kv)
-    return copied
+    return lax.fori_loop(0, pages.shape[1], copy, kv)
 
 
 def pack(copies: Sequence[PageCopy]) -> Iterator[NDArray[np.int32]]:

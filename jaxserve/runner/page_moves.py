@@ -1,9 +1,9 @@
 """Moves of pages between the KV cache and rings, in the order of the steps: `plan.PageMoves`. The
 state of recurrent layers moves in pieces, as pages of one more group: `state_pieces`.
 
-A ring has an array for each array of the KV format that has pages, [slots + 1, ...], with all
-layers of a page together. The last slot is padding. Copies between rings and the host are someone
-else's, who needs the rings' addresses: rings never move, but in `PageMover.reset`.
+A ring has an array for each array of a cache that has pages, [slots + 1, ...], with all layers of a
+page together. The last slot is padding. Copies between rings and the host are someone else's, who
+needs the rings' addresses: rings never move, but in `PageMover.reset`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax import Array
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jaxserve.models.layer import Caches
 from jaxserve.plan import PageMove, PageMoves
 from jaxserve.programs.executable_cache import Executable, Program
+from jaxserve.runner import kv_cache
 from jaxserve.runner.state_pieces import StatePieces
-from jaxserve_kernels.kv_format import CacheShape, KVFormat
+from jaxserve_kernels.kv_format import CacheShape, PageLayout
 from jaxserve_kernels.recurrent_state import RecurrentState
 from jaxserve_kernels.ring_copies import from_ring, to_ring
 from jaxserve_kernels.target import Target
@@ -49,7 +49,7 @@ class RingArray(NamedTuple):
 
 
 def programs(
-    kv_format: KVFormat,
+    layouts: Sequence[PageLayout],
     shapes: Sequence[CacheShape],
     dtype: DTypeLike,
     rings: Rings | None,
@@ -60,6 +60,7 @@ def programs(
     """Returns the programs that move pages of each cache group, and the one that makes rings.
 
     Args:
+      layouts: of the caches.
       shapes: of the caches.
       dtype: of activations.
       rings: None: there are none, and no programs.
@@ -69,22 +70,22 @@ def programs(
     if rings is None:
         return []
     found: list[Program] = []
-    groups = _groups(kv_format, shapes, dtype, state)
-    for group, (kv, form, parts) in enumerate(groups):
+    groups = _groups(layouts, shapes, dtype, state)
+    for group, (kv, layout, parts) in enumerate(groups):
         store, load = (_abstract(parts, slots) for slots in rings)
         for size in SIZES:
             pairs = jax.ShapeDtypeStruct((2, size), jnp.int32)
             found += [
                 Program(
                     name=_name("gather", group, size),
-                    function=functools.partial(gather, kv_format=form, target=target),
+                    function=functools.partial(gather, layout=layout, target=target),
                     arguments=(kv, store, pairs),
                     donated=(1,),
                     details=repr(parts),
                 ),
                 Program(
                     name=_name("scatter", group, size),
-                    function=functools.partial(scatter, kv_format=form, target=target),
+                    function=functools.partial(scatter, layout=layout, target=target),
                     arguments=(kv, load, pairs),
                     donated=(0,),
                     details=repr(parts),
@@ -102,7 +103,7 @@ def programs(
 
 
 def ring_bytes(
-    kv_format: KVFormat,
+    layouts: Sequence[PageLayout],
     shapes: Sequence[CacheShape],
     dtype: DTypeLike,
     rings: Rings | None,
@@ -111,26 +112,26 @@ def ring_bytes(
     """Returns the bytes of all rings on the device."""
     slots = 0 if rings is None else rings.store + rings.load + 2
     piece = 0 if state is None else StatePieces.of(state).page_bytes(state)
-    return slots * (piece + sum(kv_format.page_bytes(shape, dtype) for shape in shapes))
+    return slots * (piece + sum(kv_cache.page_bytes(layouts, shapes, dtype)))
 
 
 class _Group(NamedTuple):
     kv: Any
     """Abstract."""
-    form: KVFormat | StatePieces
+    layout: PageLayout | StatePieces
     parts: Sequence[Any]
     """Shapes and dtypes of a page, with an axis in front."""
 
 
 def _groups(
-    kv_format: KVFormat,
+    layouts: Sequence[PageLayout],
     shapes: Sequence[CacheShape],
     dtype: DTypeLike,
     state: RecurrentState | None,
 ) -> list[_Group]:
     found = [
-        _Group(kv_format.abstract(shape, dtype), kv_format, kv_format.page_shapes(shape, dtype))
-        for shape in shapes
+        _Group(layout.abstract(shape, dtype), layout, layout.page_shapes(shape, dtype))
+        for layout, shape in zip(layouts, shapes, strict=True)
     ]
     if state is not None:
         pieces = StatePieces.of(state)
@@ -150,7 +151,7 @@ def _name(kind: str, group: int, size: int) -> str:
 
 
 def gather(
-    kv: Any, ring: Ring, pairs: Array, *, kv_format: KVFormat | StatePieces, target: Target
+    kv: Any, ring: Ring, pairs: Array, *, layout: PageLayout | StatePieces, target: Target
 ) -> tuple[Ring, Array]:
     """Copies pages into slots of a ring.
 
@@ -158,35 +159,35 @@ def gather(
       kv: the cache, or the state of recurrent layers.
       ring: updated in place when donated.
       pairs: int32 [2, moves], pages and slots.
-      kv_format: of the cache, or StatePieces.
+      layout: of the cache, or StatePieces.
       target: what it is traced for.
 
     Returns:
       The ring, and an int32 [] that is there when the copies are done.
     """
-    placed = _placed(kv, pairs, kv_format)
+    placed = _placed(kv, pairs, layout)
     ring = tuple(
         to_ring(array, part, placed, axis=axis, target=target)
-        for (array, axis), part in zip(kv_format.page_arrays(kv), ring, strict=True)
+        for (array, axis), part in zip(layout.page_arrays(kv), ring, strict=True)
     )
     return ring, pairs[0, 0]
 
 
 def scatter(
-    kv: Any, ring: Ring, pairs: Array, *, kv_format: KVFormat | StatePieces, target: Target
+    kv: Any, ring: Ring, pairs: Array, *, layout: PageLayout | StatePieces, target: Target
 ) -> tuple[Any, Array]:
     """Copies slots of a ring into pages. As `gather`; the cache is updated in place when donated,
     and the ring only read."""
-    placed = _placed(kv, pairs, kv_format)
+    placed = _placed(kv, pairs, layout)
     arrays = [
         from_ring(array, part, placed, axis=axis, target=target)
-        for (array, axis), part in zip(kv_format.page_arrays(kv), ring, strict=True)
+        for (array, axis), part in zip(layout.page_arrays(kv), ring, strict=True)
     ]
-    return kv_format.with_page_arrays(kv, arrays), pairs[0, 0]
+    return layout.with_page_arrays(kv, arrays), pairs[0, 0]
 
 
-def _placed(kv: Any, pairs: Array, kv_format: KVFormat | StatePieces) -> Array:
-    return pairs.at[0].set(kv_format.places(kv, pairs[0]))
+def _placed(kv: Any, pairs: Array, layout: PageLayout | StatePieces) -> Array:
+    return pairs.at[0].set(layout.places(kv, pairs[0]))
 
 
 def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[NDArray[np.int32]]:
@@ -231,8 +232,8 @@ class PageMover:
         """The same of the load rings."""
         return [_parts(ring) for ring in self._loads]
 
-    def warm(self, caches: Caches) -> Caches:
-        """Run every program once, with padding. Returns the caches."""
+    def warm(self, caches: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run every program once, with padding. Returns the caches, see `draft_cache.joined`."""
         before = self.store_ring(), self.load_ring()
         kept = list(caches)
         for group, page in enumerate(self._paddings):
@@ -246,7 +247,9 @@ class PageMover:
         self._markers.clear()
         return tuple(kept)
 
-    def move(self, caches: Caches, moves: PageMoves) -> tuple[Caches, Callable[[], bool]]:
+    def move(
+        self, caches: tuple[Any, ...], moves: PageMoves
+    ) -> tuple[tuple[Any, ...], Callable[[], bool]]:
         """Launch moves. Returns the caches, and what tells, without waiting, whether all is done;
         it raises JaxRuntimeError if the device failed to."""
         self._markers = [marker for marker in self._markers if not marker.is_ready()]

@@ -20,6 +20,7 @@ from jaxserve.models.layer import Caches, paged
 from jaxserve.programs.executable_cache import Program
 from jaxserve.runner import (
     batch,
+    draft_cache,
     kv_cache,
     page_copies,
     page_moves,
@@ -35,7 +36,7 @@ from jaxserve.runner.page_moves import Rings
 from jaxserve.runner.step import DeviceState, run_step
 from jaxserve.runner.verify import VerifyBucket, VerifyState
 from jaxserve.runner.verify_step import run_verify_step
-from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat
+from jaxserve_kernels.kv_format import AUTO, CacheShape, KVFormat, PageLayout
 from jaxserve_kernels.recurrent_state import RecurrentState
 from jaxserve_kernels.sampler import SlotTables
 from jaxserve_kernels.target import Target
@@ -103,7 +104,13 @@ class RunnerConfig:
     @property
     def kv_shapes(self) -> tuple[CacheShape, ...]:
         """Of each cache group."""
-        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs, self.draft)
+        return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs)
+
+    @property
+    def layouts(self) -> tuple[PageLayout, ...]:
+        """How the pages of each cache group lie."""
+        first = draft_cache.layout(self.kv_format, self.draft)
+        return first, *(self.kv_format for _ in self.cache.further)
 
     @property
     def recurrent_state(self) -> RecurrentState | None:
@@ -142,14 +149,16 @@ class RunnerConfig:
         return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
-    def drafting(self) -> Any:
-        """Abstract, see `DeviceState.drafting`."""
-        slots = self.scheduler.max_num_seqs + 1
-        if isinstance(self.draft, Eagle3Draft | MtpDraft):
-            return _abstract((slots, self.spec.embed), self.dtype)
-        cache = self.cache
-        shape = kv_cache.draft_shape(self.draft, cache.page_size, slots, cache.num_pages)
-        return None if shape is None else self.kv_format.abstract(shape, self.dtype)
+    def draft_kv(self) -> Any:
+        """Abstract, see `DeviceState.draft_kv`."""
+        return draft_cache.abstract(self.draft, self.kv_shapes[0], self.dtype)
+
+    @property
+    def draft_states(self) -> Any:
+        """Abstract, see `DeviceState.draft_states`."""
+        if not isinstance(self.draft, Eagle3Draft | MtpDraft):
+            return None
+        return _abstract((self.scheduler.max_num_seqs + 1, self.spec.embed), self.dtype)
 
     @property
     def results_shape(self) -> tuple[int, int]:
@@ -204,7 +213,8 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
         tables=config.tables,
         pre_mlp=config.pre_mlp,
         results=_abstract(config.results_shape, jnp.int32),
-        drafting=config.drafting,
+        draft_kv=config.draft_kv,
+        draft_states=config.draft_states,
     )
 
     def step(bucket: Bucket | VerifyBucket) -> Program:
@@ -243,7 +253,8 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
             tables=jax.tree.map(zeros, config.tables),
             pre_mlp=jax.tree.map(zeros, config.pre_mlp),
             results=zeros(state.results),
-            drafting=jax.tree.map(zeros, config.drafting),
+            draft_kv=jax.tree.map(zeros, config.draft_kv),
+            draft_states=jax.tree.map(zeros, config.draft_states),
         )
 
     updates = _abstract((2 * FLUSH_UPDATES,), jnp.int32)
@@ -252,11 +263,13 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
         *(
-            page_copies.program(config.kv_format, shape, config.dtype, group)
-            for group, shape in enumerate(config.kv_shapes)
+            page_copies.program(layout, shape, config.dtype, group)
+            for group, (layout, shape) in enumerate(
+                zip(config.layouts, config.kv_shapes, strict=True)
+            )
         ),
         *page_moves.programs(
-            *(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+            *(config.layouts, config.kv_shapes, config.dtype, config.rings),
             config.recurrent_state,
             target=config.target,
         ),

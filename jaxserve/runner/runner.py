@@ -19,6 +19,7 @@ from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
 from jaxserve.runner import (
     batch,
+    draft_cache,
     page_copies,
     prompt_scores,
     slot_tables,
@@ -137,7 +138,7 @@ class Runner:
             progress("warming", done / len(self._buckets))
         self._copy_pages([PageCopy(0, 0, group) for group in groups])
         if self._mover is not None:
-            self._state = self._state._replace(kv=self._mover.warm(self._state.kv))
+            self._use_pages(self._mover.warm(self._pages))
         if self._state_copies is not None:
             padding = self._config.padding_slot
             self._copy_states([StateCopy(padding, padding)])
@@ -194,8 +195,8 @@ class Runner:
         """Launch moves, before the next step. Returns before they are done, with what tells
         whether they are; see `PageMover.move`."""
         assert self._mover is not None, "there are no rings"
-        kv, is_done = self._mover.move(self._state.kv, moves)
-        self._state = self._state._replace(kv=kv)
+        caches, is_done = self._mover.move(self._pages, moves)
+        self._use_pages(caches)
         return is_done
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
@@ -306,11 +307,20 @@ class Runner:
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Launch copies of pages. Returns before they are done."""
-        caches: list[Any] = list(self._state.kv)
+        caches = list(self._pages)
         for group, copy in enumerate(self._page_copies):
             for packed in page_copies.pack([each for each in copies if each.group == group]):
                 caches[group] = copy(caches[group], packed)
-        self._state = self._state._replace(kv=tuple(caches))
+        self._use_pages(tuple(caches))
+
+    @property
+    def _pages(self) -> tuple[Any, ...]:
+        """The caches as whole pages are copied and moved."""
+        return draft_cache.joined(self._state.kv, self._state.draft_kv)
+
+    def _use_pages(self, caches: tuple[Any, ...]) -> None:
+        kv, draft_kv = draft_cache.split(caches)
+        self._state = self._state._replace(kv=kv, draft_kv=draft_kv)
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Launch copies of recurrent state. Returns before they are done."""

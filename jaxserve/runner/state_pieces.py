@@ -19,7 +19,7 @@ from jaxserve_kernels.recurrent_state import RecurrentState
 
 @dataclass(frozen=True)
 class StatePieces:
-    """Where pieces lie, as a KV format says it of pages."""
+    """Where pieces lie, as `PageLayout` says it of pages."""
 
     layers: int
     """Recurrent layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +57,11 @@ class DeviceState(NamedTuple):
     No step writes the last row. XLA would use an array that a step writes entirely as scratch
     memory until then.
     """
-    drafting: Any = None
+    draft_kv: Array | None = None
+    """The cache of what drafts, see `draft_cache`."""
+    draft_states: Array | None = None
     """Of EAGLE-3 and MTP [slots + 1, embed]: the state of each sequence's newest computed token,
-    see `sequence_state.HEAD_STATE`. Of a draft model its cache."""
+    see `sequence_state.HEAD_STATE`."""
 
 
 def run_step(
@@ -106,8 +108,8 @@ def run_step(
             model, state.kv, tokens, spec, target=target, taps=taps
         )
         tapped = (hidden,) if isinstance(draft, MtpDraft) else tapped
-    kv, states = remember(
-        *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
+    draft_kv, states = remember(
+        *(params, draft, state.draft_kv, tapped, tokens, state.draft_states, sequences),
         tile_size=None if bucket.kind == "decode" else bucket.tile_size,
         target=target,
     )
@@ -130,9 +132,9 @@ def run_step(
     sequences = sequences.at[slots, sequence_state.LAST_TOKEN].set(chosen)
     results = overwritten(state.results, result_rows(chosen, logprobs))
     lengths = inputs.token_positions[inputs.row_last] + 1
-    own = (draft, state.drafting, sequences, states, inputs.row_last, inputs.row_slots, lengths)
-    drafting, sequences = keep(*own)
-    return DeviceState(kv, sequences, tables, kept, results, drafting)
+    own = (draft, state.draft_states, sequences, states)
+    draft_states, sequences = keep(*own, inputs.row_last, inputs.row_slots, lengths)
+    return DeviceState(kv, sequences, tables, kept, results, draft_kv, draft_states)
 
 
 def overwritten(old: Array, new: Array) -> Array:

@@ -11,7 +11,7 @@ from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.places import Ends
-from jaxserve.models.drafts.spec import DraftSpec, Eagle3Draft, MtpDraft
+from jaxserve.models.drafts.spec import DraftSpec, MtpDraft
 from jaxserve.models.layer import paged
 from jaxserve.runner import recurrent_drafts, sequence_state
 from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
@@ -109,8 +109,8 @@ def run_verify_step(
     )
     hidden = decoder.finish(model, pre_mlp, spec, target=target)
     tapped = (hidden,) if isinstance(draft, MtpDraft) else tapped
-    kv, states = remember(
-        *(params, draft, kv, tapped, tokens, state.drafting, sequences, spec),
+    draft_kv, states = remember(
+        *(params, draft, state.draft_kv, tapped, tokens, state.draft_states, sequences),
         tile_size=bucket.positions,
         target=target,
     )
@@ -136,30 +136,30 @@ def run_verify_step(
     sequences = with_last_tokens(sequences, runs.slots, chosen, accepted)
     last = bucket.positions * jnp.arange(bucket.rows) + jnp.maximum(accepted - 1, 0)
     slots = jnp.where(accepted > 0, runs.slots, sequences.shape[0] - 1)
-    own = (draft, state.drafting, sequences, states, last, slots, ends.position)
-    drafting, sequences = keep(*own)
+    own = (draft, state.draft_states, sequences, states, last, slots, ends.position)
+    draft_states, sequences = keep(*own)
     state = DeviceState(
         kv,
         sequences,
         with_counts(state.tables, chosen, accepted, adjustments),
         state.pre_mlp,
         overwritten(state.results, _results(chosen, logprobs, accepted)),
-        drafting,
+        draft_kv,
+        draft_states,
     )
     lengths = verify.lengths.at[runs.slots].set(runs.begin + accepted)
     verify = verify._replace(lengths=lengths)
     if draft is None:
         return state, verify
-    assert isinstance(params, WithHead)
+    assert isinstance(params, WithHead) and draft_kv is not None
     page_table = sequence_state.page_tables(sequences, len(paged(kv)))[0]
-    drafts, count, kv, drafting = draft_ahead(
+    drafts, count, draft_kv = draft_ahead(
         params,
         draft,
-        kv,
+        draft_kv,
         page_table,
         ends,
-        states[last] if isinstance(draft, Eagle3Draft | MtpDraft) else None,
-        drafting,
+        None if states is None else states[last],
         _of_rows(sampling, bucket.rows),
         _of_rows(adjustments, bucket.rows),
         state.tables,
@@ -168,9 +168,8 @@ def run_verify_step(
         vocab=sampled_vocab,
         target=target,
     )
-    return state._replace(kv=kv, drafting=drafting), with_own_drafts(
-        verify, runs.slots, drafts, count
-    )
+    state = state._replace(draft_kv=draft_kv)
+    return state, with_own_drafts(verify, runs.slots, drafts, count)
 
 
 def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:

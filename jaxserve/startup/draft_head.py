@@ -27,7 +27,6 @@ from jaxserve_checkpoints.load import as_stored, encoded_abstract, load_params, 
 from jaxserve_checkpoints.naming import resolve_rules
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import resolve_model
-from jaxserve_kernels.kv_format import Dense, KVFormat
 
 _HEAD_KEYS = {"speculators_model_type", "dflash_config", "draft_vocab_size"}
 """Of config.json. No whole model has one."""
@@ -52,7 +51,6 @@ def plan_head(
     source: ModelSource,
     weights: WeightPlan,
     dtype: DTypeLike,
-    kv_format: KVFormat,
     *,
     stacked: bool,
 ) -> PlannedHead | None:
@@ -70,11 +68,6 @@ def plan_head(
     if chosen is None or not (chosen.model or chosen.native):
         return None
     target, drafts = source.spec, min(chosen.drafts, max(VERIFY_POSITIONS) - 1)
-    if not isinstance(kv_format, Dense):
-        raise ConfigError(
-            f"--speculative-config: a draft head needs --kv-cache-dtype auto or bf16, not "
-            f"{kv_format.name}"
-        )
     if chosen.model is None:
         return _plan_native(weights, target, drafts, dtype)
     folder = resolve_model(
@@ -82,11 +75,6 @@ def plan_head(
     )
     config = read_json_object(folder / "config.json")
     if is_model(config):
-        if options.kv_offload_size is not None:
-            raise ConfigError(
-                "--speculative-config: a draft model's keys and values are not kept on the host; "
-                "leave out --kv-offload-size"
-            )
         return _plan_model(folder, config, source, drafts, dtype, stacked=stacked)
     spec, abstract, load = open_draft(folder, target, dtype, stacked=stacked)
     if isinstance(spec, Eagle3Draft):

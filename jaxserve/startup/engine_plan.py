@@ -86,15 +86,15 @@ class EnginePlan:
             limit=self.limit,
             weights=memory.tree_bytes(self.weights.served)
             + (self.head.num_bytes if self.head else 0),
-            kv_cache=kv_cache.total_bytes(config.kv_format, config.kv_shapes, config.dtype),
+            kv_cache=kv_cache.total_bytes(config.layouts, config.kv_shapes, config.dtype),
             state=rows * columns * 4
             + slot_tables.num_bytes(config.tables)
             + memory.tree_bytes(
-                (config.pre_mlp, config.verify, config.recurrent_state, config.drafting)
+                (config.pre_mlp, config.verify, config.recurrent_state, config.draft_states)
             )
             + results
             + ring_bytes(
-                *(config.kv_format, config.kv_shapes, config.dtype, config.rings),
+                *(config.layouts, config.kv_shapes, config.dtype, config.rings),
                 config.recurrent_state,
             ),
             temporaries=temporaries,
@@ -124,14 +124,16 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
     kv_format = named(options.kv_cache_dtype)
     check_windows(options, spec, kv_format, gpu=gpu)
     check_calibration(options, kv_format)
-    head = plan_head(options, source, weights, dtype, kv_format, stacked=gpu)
+    head = plan_head(options, source, weights, dtype, stacked=gpu)
     target = Target.of(device)
     page_size = _page_size(options, kv_format, gpu=gpu)
-    shapes = [each.shape for each in kv_cache.sized_groups(spec, page_size, 1, head and head.spec)]
+    groups = kv_cache.sized_groups(spec, page_size, 1, head and head.spec)
+    layouts = [each.layout(kv_format) for each in groups]
+    shapes = [each.shape for each in groups]
     state = abstract_state(spec, dtype, 1)
     step_pages = -(-buckets_of(options, gpu=gpu).prefill[-1] // page_size)
     rings, beside = plan_rings(
-        options, kv_format, shapes, dtype, state, step_pages=step_pages, gpu=gpu
+        options, layouts, shapes, dtype, state, step_pages=step_pages, gpu=gpu
     )
     beside += head.num_bytes if head else 0
     e4m3 = _fp8_pays(dtype, target)

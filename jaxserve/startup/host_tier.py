@@ -157,9 +157,11 @@ def _wake() -> None:
 
 def fingerprint(options: Options, source: ModelSource, config: RunnerConfig, runner: Runner) -> str:
     """Returns what the meaning of a page's bytes depends on beside its tokens: weights, by the
-    names, sizes and times of their files; scales; layout; this version of jaxserve."""
+    names, sizes and times of their files; scales; layout; what drafts; this version of
+    jaxserve."""
     scales = runner.kv_scales
-    shapes = [config.kv_format.page_shapes(shape, config.dtype) for shape in config.kv_shapes]
+    pairs = zip(config.layouts, config.kv_shapes, strict=True)
+    shapes = [layout.page_shapes(shape, config.dtype) for layout, shape in pairs]
     if (state := config.recurrent_state) is not None:
         shapes = [*shapes, StatePieces.of(state).page_shapes(state)]
     return json.dumps(
@@ -168,6 +170,7 @@ def fingerprint(options: Options, source: ModelSource, config: RunnerConfig, run
             "identity": config.cache.identity,
             "page_size": config.cache.page_size,
             "pages": [[f"{part.dtype.name}{list(part.shape)}" for part in each] for each in shapes],
+            "draft": options.speculative_config and options.speculative_config.model,
             "scales": None if scales is None else hashlib.sha256(scales.tobytes()).hexdigest(),
             "weights": [options.load_format, options.quantization, options.seed],
             "files": list(_files(source)),

@@ -11,11 +11,12 @@ from jaxserve import host_memory
 from jaxserve.cli.options import Options
 from jaxserve.config import ConfigError, HostTierConfig
 from jaxserve.offload.slab import RESERVE
+from jaxserve.runner import kv_cache
 from jaxserve.runner.page_moves import Rings, ring_bytes
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.state_pieces import StatePieces
 from jaxserve.startup import memory
-from jaxserve_kernels.kv_format import CacheShape, KVFormat
+from jaxserve_kernels.kv_format import CacheShape, PageLayout
 from jaxserve_kernels.recurrent_state import RecurrentState
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def check_flags(options: Options) -> None:
 
 def plan_rings(
     options: Options,
-    kv_format: KVFormat,
+    layouts: Sequence[PageLayout],
     shapes: Sequence[CacheShape],
     dtype: DTypeLike,
     state: RecurrentState | None,
@@ -63,21 +64,21 @@ def plan_rings(
     """Returns the sizes of the rings, if there is a tier, and their bytes on the device.
 
     Args:
-      shapes: of the caches of all groups; their numbers of pages do not matter.
+      layouts, shapes: of the caches of all groups; their numbers of pages do not matter.
       step_pages: that the longest step computes, of each group.
       state: of recurrent layers, abstract. All of a snapshot's pieces fit the rings at once.
     """
     if options.kv_offload_size is None:
         return None, 0
     pieces = None if state is None else StatePieces.of(state)
-    each = sum(kv_format.page_bytes(shape, dtype) for shape in shapes)
+    each = sum(kv_cache.page_bytes(layouts, shapes, dtype))
     each += pieces.page_bytes(state) if pieces and state else 0
     least = max(_LEAST, pieces.layers if pieces else 0)
     store, load = (min(size // each, _MOST) for size in (_GPU_RINGS if gpu else _CPU_RINGS))
     if gpu:
         store = max(store, min(_STEPS * step_pages, _MOST_STORE_BYTES // each))
     rings = Rings(store=max(least, store), load=max(least, load))
-    return rings, ring_bytes(kv_format, shapes, dtype, rings, state)
+    return rings, ring_bytes(layouts, shapes, dtype, rings, state)
 
 
 def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
@@ -89,7 +90,7 @@ def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
     rings, size = config.rings, options.kv_offload_size
     if rings is None or size is None:
         return None
-    each = tuple(config.kv_format.page_bytes(shape, config.dtype) for shape in config.kv_shapes)
+    each = kv_cache.page_bytes(config.layouts, config.kv_shapes, config.dtype)
     state = config.recurrent_state
     if state is not None and not config.cache.snapshots:
         raise ConfigError(

@@ -1,5 +1,5 @@
 """What moves pages to and from the host tier, compiled by XLA for GPUs that are not here: two
-architectures, every KV format, in place."""
+architectures, every KV format and one with a head beside it, in place."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.runner import page_moves
+from jaxserve.runner.draft_cache import DraftedLayout
 from jaxserve.runner.page_moves import Rings
-from jaxserve_kernels.kv_format import CacheShape, KVFormat, named
+from jaxserve_kernels.kv_format import CacheShape, PageLayout, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from jaxserve_kernels.recurrent_state import RecurrentState
 from jaxserve_kernels.target import Target
@@ -27,12 +28,13 @@ STATE = RecurrentState(
     conv=jax.ShapeDtypeStruct((6, 5, 3, 512), jnp.bfloat16),  # type: ignore[arg-type]
     delta=jax.ShapeDtypeStruct((6, 5, 8, 128, 128), jnp.float32),  # type: ignore[arg-type]
 )
-FORMATS: tuple[KVFormat, ...] = (
+LAYOUTS: tuple[PageLayout, ...] = (
     named("auto"),
     named("int8"),
     named("fp8_e4m3"),
     KVarN(value_bits=2, group=64),
     KVarN(value_bits=4, group=64),
+    DraftedLayout(model=named("int8"), layers=1, kv_heads=2, head_dim=64),
 )
 
 
@@ -54,15 +56,15 @@ def sharding(major: int) -> NamedSharding:
 
 
 @pytest.mark.parametrize("major", [8, 9])
-@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
-def test_moves_of_pages_compile_and_copy_no_cache(kv_format: KVFormat, major: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda it: getattr(it, "name", "with a head's"))
+def test_moves_of_pages_compile_and_copy_no_cache(layout: PageLayout, major: int) -> None:
     place = sharding(major)
     programs = page_moves.programs(
-        kv_format, [SHAPE], jnp.bfloat16, RINGS, STATE, target=Target.for_gpu(10 * major)
+        [layout], [SHAPE], jnp.bfloat16, RINGS, STATE, target=Target.for_gpu(10 * major)
     )
     moved = [each for each in programs if each.name.endswith(("_1", "_16"))]
     assert len(moved) == 8
-    page = kv_format.page_bytes(SHAPE, jnp.bfloat16)
+    page = layout.page_bytes(SHAPE, jnp.bfloat16)
     for program in moved:
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),

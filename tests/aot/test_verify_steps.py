@@ -28,9 +28,11 @@ def test_state_that_cannot_be_taken_back_is_read_and_then_written_in_place() -> 
     assert report["scratch_bytes"] < 1024 * 2**20
 
 
-def test_a_draft_head_is_a_part_of_the_graph() -> None:
+@pytest.mark.parametrize("name", ["auto", pytest.param("kvarn_k4v2_g128", marks=pytest.mark.slow)])
+def test_a_draft_head_is_a_part_of_the_graph(name: str) -> None:
     """Of DeepSpec's sizes: its layers, and seven draws one after the other."""
     flags = ("--layers", "2", "--decode", "8", "--prefill=", "--verify", "4x8")
+    flags += ("--kv-cache-dtype", name)
     decode, verify = inspect(*flags, "--draft-head", "dspark").values()
     for report in (decode, verify):
         assert report["outside_graph"] == ["kCommandBuffer"]

@@ -80,7 +80,7 @@ def test_pages_fill_the_budget_and_no_more() -> None:
     found = kv_format.named("bf16")
     each = found.page_bytes(shape(), jnp.bfloat16)
     assert fit_pages(found, shape(), 1000 * each + each // 2) == 1000
-    assert kv_cache.total_bytes(found, [shape(pages=1000)], jnp.bfloat16) == 1000 * each
+    assert kv_cache.total_bytes([found], [shape(pages=1000)], jnp.bfloat16) == 1000 * each
 
 
 def test_a_budget_below_one_sequence_is_refused_with_the_numbers() -> None:
@@ -99,7 +99,7 @@ def test_every_sequence_has_a_sink_and_a_tail_within_the_budget(name: str) -> No
     assert beside == 257 * 36 * 2**20
     pages = fit_pages(found, one_page, budget)
     assert pages == (budget - beside) // each
-    taken = kv_cache.total_bytes(found, [shape(128, pages)], jnp.bfloat16)
+    taken = kv_cache.total_bytes([found], [shape(128, pages)], jnp.bfloat16)
     assert budget - each < taken <= budget
     arrays = found.abstract(shape(128, pages), jnp.bfloat16)
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)) == taken

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,9 +41,9 @@ TABLE = np.concatenate(
     [1 + RNG.permutation(SLOTS * PAGES_PER_SEQ).reshape(SLOTS, -1), np.zeros((1, PAGES_PER_SEQ))]
 ).astype(np.int32)
 """Pages of the slots in any order; the last row is of padding."""
-FIRST = 8
-"""Where the head's layers begin: behind those of the target."""
 
+OTHER_HEADS = {"num_key_value_heads": 1, "head_dim": 16}
+"""Than those of the target."""
 CONFIGS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Tensors]]] = {
     "dflash": (draft_files.dflash(TARGET), block_tensors),
     "dspark": (draft_files.dspark(TARGET), block_tensors),
@@ -52,6 +53,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Tensors]]] =
     "eagle3": (draft_files.eagle3(TARGET), eagle3_tensors),
     "eagle3, all tokens": (draft_files.eagle3(TARGET, vocab=TARGET.vocab_size), eagle3_tensors),
     "speculators": (draft_files.speculators(TARGET), eagle3_tensors),
+    "dspark of other heads": (draft_files.dspark(TARGET) | OTHER_HEADS, block_tensors),
+    "eagle3 of other heads": (draft_files.eagle3(TARGET) | OTHER_HEADS, eagle3_tensors),
 }
 
 
@@ -74,18 +77,18 @@ def heads(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("head", names, indirect=True)
 
 
-def empty_cache(layers: int) -> Caches:
+def empty_cache(body: ModelSpec) -> jax.Array:
     """Full of what makes every sum NaN that reads it, but for the padding page."""
     shape = CacheShape(
-        layers=FIRST + layers,
+        layers=body.num_layers,
         pages=1 + SLOTS * PAGES_PER_SEQ,
-        kv_heads=TARGET.kv_heads,
+        kv_heads=body.kv_heads,
         page_size=PAGE,
-        head_dim=TARGET.head_dim,
+        head_dim=body.head_dim,
         slots=SLOTS + 1,
     )
     kv = Dense().allocate(shape, jnp.float32)
-    return (kv.at[:, 1:].set(jnp.nan),)
+    return kv.at[:, 1:].set(jnp.nan)
 
 
 def chunk(slot: int, start: int, ids: Sequence[int]) -> StepTokens:
@@ -180,7 +183,6 @@ def test_every_tensor_is_used(head: Head, tmp_path: Path) -> None:
 def test_all_that_is_wrong_with_a_config_is_said_at_once() -> None:
     wrong = {
         "hidden_size": 48,
-        "head_dim": 16,
         "target_layer_ids": [0, 7],
         "markov_head_type": "rnn",
         "attention_bias": True,
@@ -190,7 +192,6 @@ def test_all_that_is_wrong_with_a_config_is_said_at_once() -> None:
         layouts.spec_of(draft_files.dspark(TARGET) | wrong, TARGET)
     for part in (
         "hidden_size is 48, the target model's is 32",
-        "head_dim is 16, the target model's is 8",
         "after layers [7]",
         "markov_head_type is 'rnn'",
         "attention_bias is true",
@@ -243,13 +244,13 @@ def test_maps_of_the_vocabulary_are_checked(
 # What they compute.
 
 
-@heads("dflash", "dspark", "dflash of DeepSpec")
+@heads("dflash", "dspark", "dflash of DeepSpec", "dspark of other heads")
 def test_blocks_see_all_of_themselves_and_the_target_before_them(head: Head) -> None:
     """Rows of different lengths; contexts written in pieces, with rejected positions that are
     written again; blocks that are cut where their pages end."""
     spec, params = head.spec, head.params
     assert isinstance(params, BlockParams)
-    kv = empty_cache(spec.body.num_layers)
+    cache = empty_cache(spec.body)
     lengths, counts, slots = (9, 1, 6), (spec.block, spec.block, 2), (2, 0, 1)
     taps = {slot: taps_of(head, n, seed=slot) for slot, n in zip(slots, lengths, strict=True)}
     for slot, length in zip(slots, lengths, strict=True):
@@ -257,24 +258,20 @@ def test_blocks_see_all_of_themselves_and_the_target_before_them(head: Head) -> 
         for begin, some in ((0, wrong), (0, taps[slot][:5]), (5, taps[slot][5:])):
             if len(some):
                 tokens = chunk(slot, begin, [0] * len(some))
-                kv = block.write_context(
-                    params, spec, kv, apart(some), tokens, first=FIRST, target=CPU
-                )
+                own = (params, spec, cache, apart(some), tokens)
+                cache = block.write_context(*own, target=CPU)
     last = np.array([3, 90, 17], np.int32)
     tokens = block.block_tokens(
         spec, jnp.asarray(last), jnp.asarray(slots), jnp.asarray(lengths), jnp.asarray(counts),
         jnp.asarray(TABLE), page_size=PAGE,
     )  # fmt: skip
-    hidden, kv = block.block_hidden(
-        params, spec, jnp.asarray(EMBEDDING), kv, tokens, first=FIRST, target=CPU
-    )
+    own = (params, spec, jnp.asarray(EMBEDDING), cache, tokens)
+    hidden, _ = block.block_hidden(*own, target=CPU)
     got = np.asarray(hidden).reshape(3, spec.block, -1)
     for row, slot in enumerate(slots):
         ids = [last[row], *[spec.mask_token] * (counts[row] - 1)]
         expected = block_states(head.config, head.tensors, EMBEDDING, flat(taps[slot]), ids)
         np.testing.assert_allclose(got[row, : counts[row]], expected, atol=TOLERANCE)
-    touched = np.asarray(kv[0])
-    assert np.isnan(touched[:FIRST, 1:]).all(), "the target's layers are not written"
 
 
 @heads("dspark", "dflash of DeepSpec")
@@ -314,7 +311,7 @@ def test_the_confidence_is_a_logistic_function_of_state_and_token_before(head: H
     np.testing.assert_allclose(np.asarray(got), expected, atol=TOLERANCE)
 
 
-@heads("eagle3", "eagle3, all tokens", "speculators")
+@heads("eagle3", "eagle3, all tokens", "speculators", "eagle3 of other heads")
 def test_eagle3_passes_go_on_with_their_own_states(head: Head) -> None:
     """The target's entries in two chunks, then one draft after the other."""
     spec, params = head.spec, head.params
@@ -323,7 +320,7 @@ def test_eagle3_passes_go_on_with_their_own_states(head: Head) -> None:
     taps = taps_of(head, length)
     ids = [5, 80, 33, 2, 2, 61, 9]
     expected = eagle3_passes(head.config, head.tensors, EMBEDDING, flat(taps), ids, drafts)
-    kv, got = empty_cache(1), list[np.ndarray]()
+    cache, got = empty_cache(spec.body), list[np.ndarray]()
     all_states = eagle3.states(params, apart(taps), target=CPU)
     state, hidden = all_states[:0], all_states[:0]
     steps: list[tuple[int, Sequence[int], Any]] = [
@@ -334,9 +331,9 @@ def test_eagle3_passes_go_on_with_their_own_states(head: Head) -> None:
         begin, tokens, given = (
             steps[number] if number < 2 else (length + number - 2, [drafts[number - 2]], state[-1:])
         )
-        hidden, state, kv = eagle3.extend(
-            params, spec, jnp.asarray(EMBEDDING), kv, chunk(slot, begin, tokens), given,
-            first=FIRST, tile_size=max(len(tokens), 2), target=CPU,
+        hidden, state, cache = eagle3.extend(
+            params, spec, jnp.asarray(EMBEDDING), cache, chunk(slot, begin, tokens), given,
+            tile_size=max(len(tokens), 2), target=CPU,
         )  # fmt: skip
         if number > 0:
             got.append(np.asarray(eagle3.scores(params, spec, hidden[-1:], target=CPU))[0])
@@ -355,7 +352,7 @@ def test_taps_are_the_states_between_layers_and_change_nothing_else(taps: tuple[
     """A model that ends after the tapped layer, with the same weights, has that state before its
     norm."""
     params = dummy_params(decoder.abstract(TARGET, jnp.float32), 3)
-    tokens, kv = chunk(0, 0, [5, 9, 2, 77, 31]), empty_cache(0)
+    tokens, kv = chunk(0, 0, [5, 9, 2, 77, 31]), (empty_cache(TARGET),)
     plain, kv_plain = decoder.forward(params, kv, tokens, TARGET, tile_size=5, target=CPU)
     found, kv_tapped, tapped = decoder.tapped_forward(
         params, kv, tokens, TARGET, tile_size=5, target=CPU, taps=taps

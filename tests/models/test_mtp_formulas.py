@@ -17,7 +17,6 @@ from jaxserve.models import registry
 from jaxserve.models.drafts import mtp
 from jaxserve.models.drafts.mtp import MtpParams
 from jaxserve.models.drafts.spec import MtpDraft
-from jaxserve.models.layer import Caches
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
@@ -38,7 +37,6 @@ SPECS = {
 }
 TOLERANCE = 2e-5
 """Of states of about 1 to 3 in float32; 3e-6 is the worst measured."""
-FIRST = 1
 RNG = np.random.default_rng(7)
 EMBEDDING = RNG.standard_normal((97, 32)).astype(np.float32)
 STATES = RNG.standard_normal((20, 32)).astype(np.float32)
@@ -56,16 +54,16 @@ def loaded(folder: Path, spec: Any, tensors: dict[str, Any]) -> tuple[MtpDraft, 
     return draft, load_params(open_checkpoint(folder), rules, abstract)
 
 
-def cache_of(spec: Any) -> Caches:
+def cache_of(spec: Any) -> jax.Array:
     shape = CacheShape(
-        layers=FIRST + 1,
+        layers=1,
         pages=1 + SLOTS * PAGES_PER_SEQ,
         kv_heads=spec.kv_heads,
         page_size=PAGE,
         head_dim=spec.head_dim,
         slots=SLOTS + 1,
     )
-    return (Dense().allocate(shape, jnp.float32).at[:, 1:].set(jnp.nan),)
+    return Dense().allocate(shape, jnp.float32).at[:, 1:].set(jnp.nan)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -78,7 +76,7 @@ def test_entries_and_passes_are_those_of_the_formulas(name: str, tmp_path: Path)
     @jax.jit
     def passes(params: MtpParams, states: jax.Array) -> jax.Array:
         own = (params, draft, jnp.asarray(EMBEDDING))
-        where: dict[str, Any] = {"first": FIRST, "target": CPU}
+        where: dict[str, Any] = {"target": CPU}
         kv = mtp.store(*own, cache_of(spec), chunk(1, 0, IDS[:9]), states[:9], **where)
         tokens = chunk(1, 9, IDS[9:14])
         hidden, again, kv = mtp.extend(*own, kv, tokens, states[9:14], tile_size=5, **where)

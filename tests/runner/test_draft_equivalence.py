@@ -20,10 +20,13 @@ from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.verify import Verification
+from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, block_tensors, eagle3_tensors
 from tests.runner.driver import TOLERANCE
-from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
+from tests.runner.test_draft_steps import ENCODED, OTHER_FORMATS, pages_for
+from tests.runner.test_equivalence import Solo, Workload, check_against_solo, play, workloads
+from tests.runner.test_kv_formats import MOST_DIFFERENT, count_different
 from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, tiny_spec
 
 SPEC = tiny_spec(num_layers=4, tie_embeddings=False)
@@ -94,23 +97,33 @@ HEADS = {"dspark": trusting, "eagle3": alike, "model": weaker}
 @pytest.fixture(
     scope="module",
     params=[
-        "dspark",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle3", "model")),
+        ("dspark", AUTO),
+        ("eagle3", ENCODED),
+        *(
+            pytest.param((name, kv_format), marks=pytest.mark.slow)
+            for name in HEADS
+            for kv_format in (AUTO, ENCODED, *OTHER_FORMATS)
+            if (name, kv_format) not in (("dspark", AUTO), ("eagle3", ENCODED))
+        ),
     ],
+    ids=lambda it: f"{it[0]}, {it[1].name}",
 )
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    params, draft, head = HEADS[request.param](tmp_path_factory.mktemp("head"))
+    name, kv_format = request.param
+    params, draft, head = HEADS[name](tmp_path_factory.mktemp("head"))
     runner_config = replace(
         make_config(
             spec=SPEC, decode=(4,), prefill=(24,), verify=BUCKETS, max_model_len=24, num_pages=61
         ),
         draft=draft,
+        kv_format=kv_format,
     )
     sink: Any = StubMetrics()
-    runner = Runner(runner_config, params, sink, head)
-    runner.compile(2, lambda name, done: None)
+    with pages_for(kv_format):
+        runner = Runner(runner_config, params, sink, head)
+        runner.compile(2, lambda name, done: None)
     before = COMPILES.count
     yield Served(runner_config, runner, Solo(runner, runner_config))
     assert COMPILES.count == before, "something was compiled while serving"
@@ -127,25 +140,38 @@ def roomy(draw: st.DrawFn) -> Workload:
 
 
 def compare(served: Served, examples: int) -> None:
+    """With joins, leaves, aborts, chunks, preemptions and prefix hits in scarce pools, and with
+    drafts that are accepted and rejected."""
+    config, runner, solo = served
     accepted: list[int] = []
     counts: Counter[int] = Counter()
-    ahead: list[int] = []
+    seen: Counter[str] = Counter()
 
     @settings(derandomize=True, max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(work=roomy(), room=st.sampled_from([0, 7]))
     def check(work: Workload, room: int) -> None:
         head = HeadDrafts(drafts=7)
         verification = Verification(proposer=head, buckets=BUCKETS, observe=head.observe, room=room)
-        loop = check_against_solo(work, served.runner, served.solo, TOLERANCE, verification)
+        work = work._replace(cache=replace(work.cache, own_tokens=config.kv_format.own_tokens))
+        if config.kv_format.quantized:
+            loop = play(work, runner, verification)
+            seen["different"] += count_different(work, loop, solo)
+        else:
+            loop = check_against_solo(work, runner, solo, TOLERANCE, verification)
         accepted.append(loop.accepted)
         counts.update(loop.accepted_of_rows)
-        ahead.append(loop.rows_ahead)
+        seen["requests"] += len(work.arrivals)
+        seen["ahead"] += loop.rows_ahead
+        seen["hits"] += loop.hit_tokens
+        seen["preemptions"] += loop.scheduler.num_preemptions
 
     check()
     assert sum(accepted) > examples, "drafts were hardly ever right"
-    assert sum(ahead) > examples // 5
+    assert seen["ahead"] > examples // 5 and seen["hits"] and seen["preemptions"], seen
+    assert seen["different"] <= MOST_DIFFERENT * seen["requests"], seen
     if examples > 100:
-        assert all(counts[number] for number in range(8)), f"some counts did not occur: {counts}"
+        most = 7 if config.kv_format.rewrites_pages else config.cache.page_size - 1
+        assert max(counts) == most and len(counts) > 3, f"some counts did not occur: {counts}"
 
 
 def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:

@@ -3,29 +3,34 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxserve.api import SamplingParams
+from jaxserve.plan import PageCopy
 from jaxserve.runner.runner import Runner
+from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, eagle3_passes, eagle3_tensors
-from tests.runner.driver import OTHER, PROMPT, Placed, generate, step, tokens_of
+from tests.runner.driver import OTHER, PROMPT, Placed, plan, step, tokens_of
 from tests.runner.test_draft_steps import (
+    ENCODED,
     KINDS,
+    OTHER_FORMATS,
     PAGES,
     SPEC,
     VOCAB,
     Served,
-    append,
     assert_all_accepted,
+    assert_drafts,
     assert_lossless,
-    drafts_in_turns,
     drafts_on_device,
-    placed,
+    pages_for,
+    quiet,
     served,
     taps_of,
 )
@@ -34,13 +39,25 @@ from tests.tiny_model import make_params
 PAGE = 4
 
 
-@pytest.fixture(scope="module")
-def random(tmp_path_factory: pytest.TempPathFactory) -> Served:
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(AUTO, ENCODED),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in OTHER_FORMATS),
+    ],
+    ids=lambda it: it.name,
+)
+def random(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """With a vocabulary of its own."""
+    kv_format, params = request.param, make_params(SPEC, 4)
+    params = params if kv_format == AUTO else quiet(params)
     taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
     config = draft_files.eagle3(SPEC) | {"eagle_config": taps}
     folder = tmp_path_factory.mktemp("head")
-    return served(config, eagle3_tensors(config), make_params(SPEC, 4), folder)
+    with pages_for(kv_format):
+        yield served(config, eagle3_tensors(config), params, folder, kv_format)
 
 
 @pytest.fixture(scope="module")
@@ -94,29 +111,10 @@ def expected_drafts(
 
 
 def test_the_drafts_on_the_device_are_those_of_the_formulas(random: Served) -> None:
-    """After chunks, decode steps and verify steps, with drafts accepted and rejected, for several
-    sequences side by side; they end where the pages of the row's bound do."""
-    runner = random.runner
-    runner.reset()
-    prompts = {0: PROMPT, 1: OTHER, 2: PROMPT[:3]}
-    seqs = {slot: placed(slot) for slot in prompts}
-    expected = {
-        slot: [*prompts[slot], *tokens_of(generate(runner, seqs[slot], prompts[slot], 14))]
-        for slot in seqs
-    }
-    runner.reset()
-    tokens = {slot: [*prompt] for slot, prompt in prompts.items()}
-    step(
-        runner,
-        [seq.chunk(prompts[slot][:2], samples=False) for slot, seq in seqs.items()],
-        seqs.values(),
+    """They end where the pages of the row's bound do."""
+    assert_drafts(
+        random.runner, lambda known, room: expected_drafts(random, known, min(room + 1, 3))
     )
-    append(tokens, list(prompts), step(runner, [seqs[s].chunk(prompts[s][2:], 2) for s in seqs]))
-    seen = drafts_in_turns(
-        *(runner, seqs, tokens, expected, PAGE),
-        lambda known, room: expected_drafts(random, known, min(room + 1, 3)),
-    )
-    assert len(seen) > 1 and max(seen) == 3
 
 
 @pytest.mark.parametrize("shared", [1, 2])
@@ -146,9 +144,26 @@ def test_behind_a_cached_prefix_the_head_knows_all_of_it(
     assert drafts_on_device(runner, 1) == (len(tokens), drafts)
 
 
+def test_a_copied_page_is_the_heads_too(random: Served) -> None:
+    """The sources get other content in the very step that follows the copies."""
+    runner = random.runner
+    runner.reset()
+    first, length = Placed(slot=0, pages=PAGES[0]), 2 * PAGE
+    step(runner, [first.chunk(PROMPT[: length + 1])], [first])
+    copied = Placed(slot=1, pages=PAGES[1])
+    tail = (PROMPT[length], 30, 31)
+    rows, other = [copied.chunk(tail, length)], Placed(slot=2, pages=PAGES[0])
+    both = plan([*rows, other.chunk(OTHER)], [copied, other])
+    copies = tuple(PageCopy(*each) for each in zip(PAGES[0][:2], PAGES[1][:2], strict=True))
+    found = runner.collect(runner.launch(replace(both, copies=copies)))
+    tokens = [*PROMPT[:length], *tail, *tokens_of(found[:1])]
+    tokens += tokens_of(step(runner, [copied.verify(len(tokens) - 1, None, positions=4)]))
+    assert drafts_on_device(runner, 1) == (len(tokens), expected_drafts(random, tokens, 3))
+
+
 def cached(runner: Runner, pages: Sequence[int]) -> Any:
     state: Any = runner._state  # pyright: ignore[reportPrivateUsage]
-    return np.asarray(state.kv[0])[:, list(pages)]
+    return np.asarray(state.draft_kv)[:, list(pages)]
 
 
 @pytest.mark.slow
@@ -162,4 +177,4 @@ def test_a_perfect_head_has_every_draft_accepted(perfect: Served, params: Sampli
 def test_what_is_accepted_is_what_plain_decoding_yields(
     random: Served, params: SamplingParams
 ) -> None:
-    assert_lossless(random.runner, params)
+    assert_lossless(random._replace(params=make_params(SPEC, 4)).runner, params)

@@ -16,6 +16,7 @@ from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.driver import OTHER, PROMPT, Placed, assert_same, plan, step
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads
+from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, make_runner
 
 FORMATS: tuple[KVFormat, ...] = (named("int8"), KVarN(value_bits=2, group=4))
@@ -59,6 +60,19 @@ class Played(NamedTuple):
     """Of prompts, those that were found in pages that others had computed."""
 
 
+def count_different(work: Workload, loop: Loop, solo: Solo) -> int:
+    """Requests of a workload that was played whose tokens are not those they get alone."""
+    different = 0
+    for request, _, abort_delay in work.arrivals:
+        assert abort_delay is not None or loop.finish(request.id) is not None
+        got = [event.token for event in loop.events[request.id]]
+        expected = [event.token for event in solo(request.prompt, request.params)]
+        # Those that are cut short are compared as far as they came.
+        complete = expected if loop.finish(request.id) is not None else expected[: len(got)]
+        different += got != complete
+    return different
+
+
 def play_workloads(served: Served, examples: int) -> Played:
     """Random workloads with joins, leaves, aborts, chunks, preemptions and prefix hits in scarce
     pools."""
@@ -72,14 +86,7 @@ def play_workloads(served: Served, examples: int) -> Played:
         work = work._replace(cache=replace(work.cache, own_tokens=own))
         loop = play(work, runner)
         assert loop.scheduler.pages.num_free == work.cache.usable_pages
-        different = 0
-        for request, _, abort_delay in work.arrivals:
-            assert abort_delay is not None or loop.finish(request.id) is not None
-            got = [event.token for event in loop.events[request.id]]
-            expected = [event.token for event in solo(request.prompt, request.params)]
-            # Those that are cut short are compared as far as they came.
-            complete = expected if loop.finish(request.id) is not None else expected[: len(got)]
-            different += got != complete
+        different = count_different(work, loop, solo)
         counts = loop.scheduler.num_preemptions, loop.hit_tokens
         found.append(Played(different, len(work.arrivals), *counts))
 

@@ -1,4 +1,4 @@
-"""Copies of pages against the same copies in NumPy, for every KV format."""
+"""Copies of pages against the same copies in NumPy, for every layout."""
 
 from __future__ import annotations
 
@@ -13,39 +13,49 @@ from hypothesis import strategies as st
 
 from jaxserve.plan import PageCopy
 from jaxserve.runner import page_copies
-from jaxserve_kernels.kv_format import CacheShape, KVFormat, named
+from jaxserve.runner.draft_cache import DraftedLayout
+from jaxserve_kernels.kv_format import CacheShape, PageLayout, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 
 PAGES = 7
 SHAPE = CacheShape(layers=2, pages=PAGES, kv_heads=2, page_size=4, head_dim=8, slots=3)
-FORMATS: tuple[KVFormat, ...] = (
-    named("auto"),
-    named("int8"),
-    named("fp8_e4m3"),
-    KVarN(value_bits=2, group=4),
-)
-AXES = {"auto": (1,), "int8": (1, 1), "fp8_e4m3": (1, None), "kvarn_k4v2_g4": (1, 1, 1, None)}
-"""By format: the axis of pages of each array. Scales of fp8 and KVarN's slots have none."""
+KVARN = KVarN(value_bits=2, group=4)
+LAYOUTS: dict[str, PageLayout] = {
+    "auto": named("auto"),
+    "int8": named("int8"),
+    "fp8_e4m3": named("fp8_e4m3"),
+    "kvarn": KVARN,
+    "kvarn, with a head's": DraftedLayout(model=KVARN, layers=1, kv_heads=1, head_dim=6),
+}
+AXES = {
+    "auto": (1,),
+    "int8": (1, 1),
+    "fp8_e4m3": (1, None),
+    "kvarn": (1, 1, 1, None),
+    "kvarn, with a head's": (1, 1, 1, None, 1),
+}
+"""The axis of pages of each array. Scales of fp8 and KVarN's slots have none."""
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def numbered(kv_format: KVFormat) -> Any:
+def numbered(layout: PageLayout) -> Any:
     """A cache in which every element tells where it was."""
 
     def fill(leaf: Any) -> np.ndarray:
         return (np.arange(leaf.size) % 101).astype(leaf.dtype).reshape(leaf.shape)
 
-    return jax.tree.map(fill, kv_format.abstract(SHAPE, jnp.float32))
+    return jax.tree.map(fill, layout.abstract(SHAPE, jnp.float32))
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
-def test_the_axis_of_pages_is_found(kv_format: KVFormat) -> None:
-    assert kv_format.page_axes == AXES[kv_format.name]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_axis_of_pages_is_found(name: str) -> None:
+    assert LAYOUTS[name].page_axes == AXES[name]
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
-def test_copies_are_done_in_their_order_and_change_nothing_else(kv_format: KVFormat) -> None:
-    axes = kv_format.page_axes
-    copy_pages = page_copies.program(kv_format, SHAPE, jnp.float32, 0).compile()
+@every_layout
+def test_copies_are_done_in_their_order_and_change_nothing_else(layout: PageLayout) -> None:
+    axes = layout.page_axes
+    copy_pages = page_copies.program(layout, SHAPE, jnp.float32, 0).compile()
     pages = st.integers(0, PAGES - 1)
     copies = st.lists(
         st.builds(PageCopy, pages, pages, st.just(0)), max_size=2 * page_copies.COPIES + 1
@@ -54,12 +64,12 @@ def test_copies_are_done_in_their_order_and_change_nothing_else(kv_format: KVFor
     @settings(max_examples=30, deadline=None)
     @given(copies)
     def check(copies: list[PageCopy]) -> None:
-        expected = jax.tree.leaves(numbered(kv_format))
+        expected = jax.tree.leaves(numbered(layout))
         for source, target, _ in copies:
             for leaf, axis in zip(expected, axes, strict=True):
                 if axis is not None:
                     leaf[:, target] = leaf[:, source]
-        got = jax.tree.map(jnp.asarray, numbered(kv_format))
+        got = jax.tree.map(jnp.asarray, numbered(layout))
         for packed in page_copies.pack(copies):
             got = copy_pages(got, packed)
         for a, b in zip(jax.tree.leaves(got), expected, strict=True):

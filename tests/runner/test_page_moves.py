@@ -1,4 +1,4 @@
-"""Moves between pages and rings against the same in NumPy, for every KV format."""
+"""Moves between pages and rings against the same in NumPy, for every layout."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 from jaxserve.plan import PageMove, PageMoves
 from jaxserve.runner import page_moves
 from jaxserve.runner.page_moves import PageMover, Rings
-from jaxserve_kernels.kv_format import KVFormat
+from jaxserve_kernels.kv_format import PageLayout
 from jaxserve_kernels.target import Target
-from tests.runner.test_page_copies import FORMATS, PAGES, SHAPE, numbered
+from tests.runner.test_page_copies import LAYOUTS, PAGES, SHAPE, every_layout, numbered
 
 RINGS = Rings(store=40, load=36)
 
 
-def pages_of(kv: Any, kv_format: KVFormat) -> list[np.ndarray]:
+def pages_of(kv: Any, layout: PageLayout) -> list[np.ndarray]:
     """The arrays that have pages, with their axis first."""
-    leaves = zip(jax.tree.leaves(kv), kv_format.page_axes, strict=True)
+    leaves = zip(jax.tree.leaves(kv), layout.page_axes, strict=True)
     return [np.moveaxis(np.asarray(leaf), axis, 0) for leaf, axis in leaves if axis is not None]
 
 
-def mover_of(kv_format: KVFormat, groups: int = 1) -> PageMover:
+def mover_of(layout: PageLayout, groups: int = 1) -> PageMover:
     shapes = [SHAPE] * groups
-    found = page_moves.programs(kv_format, shapes, jnp.float32, RINGS, target=Target.here())
+    found = page_moves.programs([layout] * groups, shapes, jnp.float32, RINGS, target=Target.here())
     return PageMover(RINGS, {each.name: each.compile() for each in found}, (0,) * groups)
 
 
@@ -48,9 +48,9 @@ def _memory(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
-@pytest.mark.parametrize("kv_format", FORMATS, ids=lambda it: it.name)
-def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(kv_format: KVFormat) -> None:
-    mover = mover_of(kv_format)
+@every_layout
+def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(layout: PageLayout) -> None:
+    mover = mover_of(layout)
     pages = st.integers(1, PAGES - 1)
     stores = st.lists(st.tuples(pages, st.integers(0, RINGS.store - 1)), max_size=40)
     restores = st.lists(
@@ -61,12 +61,12 @@ def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(kv_format: KVFor
     @given(stores, restores)
     def check(stores: list[tuple[int, int]], restores: list[tuple[int, int]]) -> None:
         stores = list({slot: (page, slot) for page, slot in stores}.values())
-        kv = jax.tree.map(jnp.asarray, numbered(kv_format))
+        kv = jax.tree.map(jnp.asarray, numbered(layout))
         (load,) = mover.load_ring()
         for number, part in enumerate(load):
             held = np.arange(RINGS.load * part.slot_bytes) % (97 + number)
             _memory(part.address, held.size)[:] = held.astype(np.uint8).tobytes()
-        before, came = numbered(kv_format), contents(load, RINGS.load)
+        before, came = numbered(layout), contents(load, RINGS.load)
         moves = PageMoves(
             tuple(PageMove(*each) for each in restores), tuple(PageMove(*each) for each in stores)
         )
@@ -74,7 +74,7 @@ def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(kv_format: KVFor
         jax.block_until_ready(kv)
         mover.settle()
         assert is_done()
-        expected, got = pages_of(before, kv_format), pages_of(kv, kv_format)
+        expected, got = pages_of(before, layout), pages_of(kv, layout)
         there = {page: came[slot] for page, slot in restores}
         for page in range(1, PAGES):
             whole = b"".join(array[page].tobytes() for array in expected)
@@ -83,7 +83,7 @@ def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(kv_format: KVFor
         left = contents(store, RINGS.store)
         for page, slot in stores:
             assert left[slot] == b"".join(array[page].tobytes() for array in got), "after restores"
-        others = zip(jax.tree.leaves(before), jax.tree.leaves(kv), kv_format.page_axes, strict=True)
+        others = zip(jax.tree.leaves(before), jax.tree.leaves(kv), layout.page_axes, strict=True)
         for old, new, axis in others:
             if axis is None:
                 np.testing.assert_array_equal(old, np.asarray(new))
@@ -92,8 +92,8 @@ def test_a_page_goes_to_the_ring_and_comes_back_with_every_byte(kv_format: KVFor
 
 
 def test_rings_stay_where_they_are_and_each_group_has_its_own() -> None:
-    mover = mover_of(FORMATS[0], groups=2)
-    kv = tuple(jax.tree.map(jnp.asarray, numbered(FORMATS[0])) for _ in range(2))
+    mover = mover_of(LAYOUTS["auto"], groups=2)
+    kv = tuple(jax.tree.map(jnp.asarray, numbered(LAYOUTS["auto"])) for _ in range(2))
     kv = mover.warm(kv)
     before = mover.store_ring(), mover.load_ring()
     slot = RINGS.store + 3  # slots count through the groups
@@ -101,7 +101,7 @@ def test_rings_stay_where_they_are_and_each_group_has_its_own() -> None:
     mover.settle()
     assert before == (mover.store_ring(), mover.load_ring())
     first, second = (contents(parts, RINGS.store) for parts in mover.store_ring())
-    held = b"".join(array[2].tobytes() for array in pages_of(kv[1], FORMATS[0]))
+    held = b"".join(array[2].tobytes() for array in pages_of(kv[1], LAYOUTS["auto"]))
     assert second[3] == held and held not in first
 
 
@@ -127,7 +127,7 @@ def test_moves_that_the_device_could_not_run_are_not_done() -> None:
         def block_until_ready(self) -> None:
             raise jax.errors.JaxRuntimeError("it failed")
 
-    mover = mover_of(FORMATS[0])
+    mover = mover_of(LAYOUTS["auto"])
     ring = mover._stores[0]  # pyright: ignore[reportPrivateUsage]
     mover._executables = {"gather_pages_0_1": lambda *_: (ring, Failed())}  # pyright: ignore
     with pytest.raises(jax.errors.JaxRuntimeError, match="it failed"):
@@ -136,8 +136,8 @@ def test_moves_that_the_device_could_not_run_are_not_done() -> None:
 
 
 def test_a_ring_that_a_failed_program_took_is_made_anew() -> None:
-    mover = mover_of(FORMATS[0], groups=2)
-    caches = tuple(jax.tree.map(jnp.asarray, numbered(FORMATS[0])) for _ in range(2))
+    mover = mover_of(LAYOUTS["auto"], groups=2)
+    caches = tuple(jax.tree.map(jnp.asarray, numbered(LAYOUTS["auto"])) for _ in range(2))
     stores, loads = mover.store_ring(), mover.load_ring()
     seen: list[Any] = []
     mover.on_new_ring = lambda: seen.append(mover.store_ring())
@@ -151,5 +151,5 @@ def test_a_ring_that_a_failed_program_took_is_made_anew() -> None:
     _, is_done = mover.move(caches, PageMoves((), (PageMove(2, RINGS.store + 3, 1),)))
     mover.settle()
     assert is_done() and mover.store_ring() == after
-    held = b"".join(array[2].tobytes() for array in pages_of(caches[1], FORMATS[0]))
+    held = b"".join(array[2].tobytes() for array in pages_of(caches[1], LAYOUTS["auto"]))
     assert contents(after[1], RINGS.store)[3] == held

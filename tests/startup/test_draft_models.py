@@ -18,8 +18,9 @@ from jaxserve.startup.draft_head import is_model, plan_head
 from jaxserve.weights.loading import plan_weights
 from jaxserve.weights.model_source import ModelSource, find_model
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, resolve_model
-from jaxserve_kernels.kv_format import AUTO, named
+from jaxserve_kernels.kv_format import NAMES
 from tests import draft_files
+from tests.startup.pretended import H200, planned_on
 from tests.tiny_model import tiny_spec
 
 FOLDER = resolve_model(EMBEDDED_NAME)
@@ -30,16 +31,15 @@ def source() -> ModelSource:
     return find_model(parse_args([]))
 
 
-def planned(source: ModelSource, folder: Path, *flags: str, **options: Any) -> Any:
+def planned(source: ModelSource, folder: Path) -> Any:
     chosen = json.dumps({"model": str(folder), "num_speculative_tokens": 3})
-    return planned_by(chosen, source, *flags, **options)
+    return planned_by(chosen, source)
 
 
-def planned_by(chosen: str, source: ModelSource, *flags: str, **options: Any) -> Any:
-    parsed, dtype = parse_args(["--speculative-config", chosen, *flags]), jnp.float32
+def planned_by(chosen: str, source: ModelSource) -> Any:
+    parsed, dtype = parse_args(["--speculative-config", chosen]), jnp.float32
     weights = plan_weights(parsed, source, dtype, Path("nowhere"), stacked=False)
-    kv_format = options.get("kv", AUTO)
-    return plan_head(parsed, source, weights, dtype, kv_format, stacked=False)
+    return plan_head(parsed, source, weights, dtype, stacked=False)
 
 
 def test_a_model_of_the_same_tokens_drafts(source: ModelSource) -> None:
@@ -66,11 +66,27 @@ def test_a_model_of_fewer_tokens_is_refused(source: ModelSource) -> None:
         planned(replace(source, spec=more, folder=None), FOLDER)
 
 
-def test_flags_that_a_draft_model_does_not_go_with_are_refused(source: ModelSource) -> None:
-    with pytest.raises(ConfigError, match="leave out --kv-offload-size"):
-        planned(source, FOLDER, "--kv-offload-size", "1")
-    with pytest.raises(ConfigError, match="needs --kv-cache-dtype auto or bf16"):
-        planned(source, FOLDER, kv=named("int8"))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_keys_and_values_of_what_drafts_take_their_part_of_the_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits, in the pages of the model, whatever its format is; also of a tier on the host."""
+    flags = ("--model", "qwen3.5-27b", "--load-format", "dummy", "--kv-cache-dtype", name)
+    flags += ("--kv-offload-size", "64Gi")
+    plain = planned_on(H200, monkeypatch, *flags)
+    drafted = planned_on(H200, monkeypatch, *flags, "--speculative-config", '{"method": "mtp"}')
+    config, parts = drafted.config, drafted.memory(0)
+    (shape,), (layout,) = config.kv_shapes, config.layouts
+    token = 2 * 2 * shape.kv_heads * shape.head_dim
+    page = config.kv_format.page_bytes(shape, jnp.bfloat16) + token * shape.page_size
+    assert shape.layers == 16 and layout.page_bytes(shape, jnp.bfloat16) == page
+    fixed = config.kv_format.fixed_bytes(shape, jnp.bfloat16)
+    assert parts.kv_cache == config.cache.num_pages * page + fixed
+    assert parts.weights + parts.kv_cache + parts.state < parts.limit
+    assert config.cache.num_pages < plain.config.cache.num_pages
+    assert config.draft_kv.shape[:2] == (1, config.cache.num_pages)
+    assert config.draft_kv.dtype == jnp.bfloat16
+    assert drafted.host is not None and drafted.host.page_bytes[0] == page
 
 
 def test_heads_are_no_models() -> None:

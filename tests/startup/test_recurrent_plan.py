@@ -34,7 +34,7 @@ def test_the_models_own_head_drafts_if_asked(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.config.draft == plan.head.spec and plan.head.spec.num_drafts == 1
     assert {positions for _, positions in plan.config.buckets.verify} == {2}
     assert plan.head.num_bytes == 2 * 424_673_280 + 4 * (5 * 5120 + 2 * 256)
-    assert plan.config.kv_shapes[0].layers == 17
+    assert plan.config.kv_shapes[0].layers == 16 and plan.config.draft_kv.shape[0] == 1
     parts = plan.memory(0)
     assert parts.weights + parts.kv_cache + parts.state < parts.limit
 

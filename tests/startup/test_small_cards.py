@@ -99,7 +99,7 @@ def test_what_is_kept_for_each_sequence_takes_half_of_the_cache_at_most(plan: Pl
     for card, line in ((RTX_4080, "qwen3-4b"), (RTX_3060, f"qwen3-8b {INT4}"), (H100, "qwen3-32b")):
         config = plan(card, f"{line} {KVARN}").config
         kept = config.kv_format.fixed_bytes(config.kv_shapes[0], jnp.bfloat16)
-        total = kv_cache.total_bytes(config.kv_format, config.kv_shapes, jnp.bfloat16)
+        total = kv_cache.total_bytes(config.layouts, config.kv_shapes, jnp.bfloat16)
         assert 0 < kept < total / 2
         assert config.cache.usable_tokens >= 512 * config.scheduler.max_num_seqs
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import decoder
-from jaxserve.models.drafts.places import places_of
+from jaxserve.models.drafts.places import only_cache, places_of
 from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
 from jaxserve.models.layer_weights import Layer, layer_views
@@ -74,35 +74,31 @@ def abstract(draft: BlockDraft, dtype: DTypeLike, *, stacked: bool = False) -> B
 def write_context(
     params: BlockParams,
     draft: BlockDraft,
-    kv: Caches,
+    cache: Array,
     tapped: Sequence[Array],
     tokens: StepTokens,
     *,
-    first: int,
     target: Target,
-) -> Caches:
-    """Store what later blocks see of the target's tokens. A position that is computed again is
-    overwritten.
+) -> Array:
+    """Returns the head's cache with what later blocks see of the target's tokens. A position that
+    is computed again is overwritten.
 
     Args:
-      kv: the caches; the first one is dense.
+      cache: dense.
       tapped: hidden states [tokens, embed] after each of `draft.taps`.
-      first: where the head's layers begin in the first cache.
     """
     body, places = draft.body, tokens.places[0]
     x = jnp.concatenate(tapped, axis=-1)
     x = sum_parts(linear(x, params.fc, target=target), x.dtype)
     context = rms_norm(x, params.hidden_norm, body.norm_eps)
     tables = step_tables(body, tokens.positions)
-    cache = kv[0]
-    assert isinstance(cache, Array)
     for index, layer in enumerate(layer_views(params.layers)):
         assert layer.qkv is not None
         with jax.named_scope(f"draft_context_{index}"):
             _, cache = attention_inputs(
                 linear(context, layer.qkv, target=target),
                 cache,
-                first + index,
+                index,
                 HeadWeights(layer.q_norm, layer.k_norm),
                 tables[table_of_layer(body, index)],
                 KVSlots(places.pages, places.offsets),
@@ -110,7 +106,7 @@ def write_context(
                 dtype=context.dtype,
                 target=target,
             )
-    return (cache, *kv[1:])
+    return cache
 
 
 def block_tokens(
@@ -123,7 +119,7 @@ def block_tokens(
     *,
     page_size: int,
 ) -> StepTokens:
-    """Returns the tokens of blocks, [rows * block], and their places in the first cache.
+    """Returns the tokens of blocks, [rows * block], and their places.
 
     Args:
       last: int32 [rows], the token that each block begins with.
@@ -152,23 +148,21 @@ def block_hidden(
     params: BlockParams,
     draft: BlockDraft,
     embedding: Weight,
-    kv: Caches,
+    cache: Array,
     tokens: StepTokens,
     *,
-    first: int,
     target: Target,
-) -> tuple[Array, Caches]:
+) -> tuple[Array, Array]:
     """Run blocks through the head's layers.
 
     Args:
       embedding: the target's [vocab, embed].
       tokens: see `block_tokens`. Every query tile is one token at the position of its block's end,
         so it sees the whole block.
-      first: where the head's layers begin in the first cache.
 
     Returns:
-      Hidden states after the final norm [tokens, embed], and kv, in which the blocks' keys and
-      values lie at their positions until the target's tokens overwrite them.
+      Hidden states after the final norm [tokens, embed], and the head's cache, in which the blocks'
+      keys and values lie at their positions until the target's tokens overwrite them.
     """
     body = draft.body
     layers = layer_views(params.layers)
@@ -176,15 +170,16 @@ def block_hidden(
     normed = rms_norm(x, layers[0].attention_norm, body.norm_eps)
     norms = [*(Norm(layer.attention_norm) for layer in layers[1:]), Norm(params.final_norm)]
     tables = step_tables(body, tokens.positions)
+    kv: Caches = (cache,)
     for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
-        own, place = tables[table_of_layer(body, index)], CachePlace(0, first + index)
+        own, place = tables[table_of_layer(body, index)], CachePlace(0, index)
         with jax.named_scope(f"draft_{index}"):
             x, normed, kv = decoder_layer(
                 *(layer, norm, place, x, normed, kv, own, tokens, body),
                 tile_size=1,
                 target=target,
             )
-    return plain(normed), kv
+    return plain(normed), only_cache(kv)
 
 
 def propose(params: BlockParams, scores: Array, last: Array, draw: Draw) -> Array:

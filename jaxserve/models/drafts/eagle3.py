@@ -23,8 +23,9 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import decoder
+from jaxserve.models.drafts.places import only_cache
 from jaxserve.models.drafts.spec import Eagle3Draft
-from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
+from jaxserve.models.layer import Norm, StepTokens, decoder_layer
 from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -78,24 +79,23 @@ def store(
     params: Eagle3Params,
     draft: Eagle3Draft,
     embedding: Weight,
-    kv: Caches,
+    cache: Array,
     tokens: StepTokens,
     state: Array,
     *,
-    first: int,
     target: Target,
-) -> Caches:
-    """Returns kv with the keys and values of entries, see `extend`: what they attend to does not
-    change those."""
-    layer, places, cache = params.layer, tokens.places[0], kv[0]
-    assert layer.qkv is not None and isinstance(cache, Array)
+) -> Array:
+    """Returns the head's cache with the keys and values of entries, see `extend`: what they attend
+    to does not change those."""
+    layer, places = params.layer, tokens.places[0]
+    assert layer.qkv is not None
     both, _ = _inputs(params, draft, embedding, tokens.ids, state)
     (tables,) = step_tables(draft.body, tokens.positions)
     with jax.named_scope("draft_entries"):
         _, cache = attention_inputs(
             linear(both, layer.qkv, target=target),
             cache,
-            first,
+            0,
             HeadWeights(layer.q_norm, layer.k_norm),
             tables,
             KVSlots(places.pages, places.offsets),
@@ -103,7 +103,7 @@ def store(
             dtype=both.dtype,
             target=target,
         )
-    return (cache, *kv[1:])
+    return cache
 
 
 def _inputs(
@@ -121,25 +121,23 @@ def extend(
     params: Eagle3Params,
     draft: Eagle3Draft,
     embedding: Weight,
-    kv: Caches,
+    cache: Array,
     tokens: StepTokens,
     state: Array,
     *,
-    first: int,
     tile_size: int,
     target: Target,
-) -> tuple[Array, Array, Caches]:
+) -> tuple[Array, Array, Array]:
     """Compute entries and store their keys and values.
 
     Args:
       embedding: the target's [vocab, embed].
       tokens: places of the entries; `ids` are those of the tokens after them.
       state: [tokens, embed], of the tokens at the entries' positions.
-      first: where the head's layer lies in the first cache.
 
     Returns:
       Hidden states after the final norm and the states that the next pass reads, [tokens, embed]
-      each, and kv.
+      each, and the head's cache.
     """
     body, layer = draft.body, params.layer
     both, normed_state = _inputs(params, draft, embedding, tokens.ids, state)
@@ -147,14 +145,14 @@ def extend(
     x, normed, kv = decoder_layer(
         layer,
         Norm(params.final_norm),
-        CachePlace(0, first),
+        CachePlace(0, 0),
         normed_state if draft.norm_before_residual else state,
         both,
-        *(kv, tables, tokens, body),
+        *((cache,), tables, tokens, body),
         tile_size=tile_size,
         target=target,
     )
-    return plain(normed), x, kv
+    return plain(normed), x, only_cache(kv)
 
 
 def scores(params: Eagle3Params, draft: Eagle3Draft, hidden: Array, *, target: Target) -> Array:

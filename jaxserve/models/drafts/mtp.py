@@ -23,8 +23,9 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import attention_prologue, decoder
+from jaxserve.models.drafts.places import only_cache
 from jaxserve.models.drafts.spec import MtpDraft
-from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
+from jaxserve.models.layer import Norm, StepTokens, decoder_layer
 from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -58,17 +59,16 @@ def store(
     params: MtpParams,
     draft: MtpDraft,
     embedding: Weight,
-    kv: Caches,
+    cache: Array,
     tokens: StepTokens,
     state: Array,
     *,
-    first: int,
     target: Target,
-) -> Caches:
-    """Returns kv with the keys and values of entries, see `extend`: what they attend to does not
-    change those."""
-    (layer,), places, cache, body = params.layers, tokens.places[0], kv[0], draft.body
-    assert layer.qkv is not None and isinstance(cache, Array)
+) -> Array:
+    """Returns the head's cache with the keys and values of entries, see `extend`: what they attend
+    to does not change those."""
+    (layer,), places, body = params.layers, tokens.places[0], draft.body
+    assert layer.qkv is not None
     x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)
     (tables,) = step_tables(body, tokens.positions)
     with jax.named_scope("draft_entries"):
@@ -83,7 +83,7 @@ def store(
         _, cache = attention_inputs(
             qkv,
             cache,
-            first,
+            0,
             HeadWeights(),
             tables,
             KVSlots(places.pages, places.offsets),
@@ -91,7 +91,7 @@ def store(
             dtype=x.dtype,
             target=target,
         )
-    return (cache, *kv[1:])
+    return cache
 
 
 def _inputs(
@@ -115,34 +115,33 @@ def extend(
     params: MtpParams,
     draft: MtpDraft,
     embedding: Weight,
-    kv: Caches,
+    cache: Array,
     tokens: StepTokens,
     state: Array,
     *,
-    first: int,
     tile_size: int,
     target: Target,
-) -> tuple[Array, Array, Caches]:
+) -> tuple[Array, Array, Array]:
     """Compute entries and store their keys and values.
 
     Args:
       embedding: the model's [vocab, embed].
       tokens: places of the entries; `ids` are those of the tokens after them.
       state: [tokens, embed], of the tokens at the entries' positions.
-      first: where the head's layer lies in the first cache.
 
     Returns:
-      Hidden states after the final norm [tokens, embed], those again for the next pass, and kv.
+      Hidden states after the final norm [tokens, embed], those again for the next pass, and the
+      head's cache.
     """
     x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)
     (tables,) = step_tables(draft.body, tokens.positions)
     _, normed, kv = decoder_layer(
         params.layers[0],
         Norm(params.final_norm),
-        CachePlace(0, first),
-        *(x, normed, kv, tables, tokens, draft.body),
+        CachePlace(0, 0),
+        *(x, normed, (cache,), tables, tokens, draft.body),
         tile_size=tile_size,
         target=target,
     )
     hidden = plain(normed)
-    return hidden, hidden, kv
+    return hidden, hidden, only_cache(kv)

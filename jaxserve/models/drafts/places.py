@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve.models.layer import Caches
 from jaxserve_kernels.kv_format import AttentionStep
 from jaxserve_kernels.paged_attention import QueryTiles
 
@@ -18,6 +19,13 @@ class Ends(NamedTuple):
     last: Array  # int32 [rows]: the last accepted token, which no step has computed
     position: Array  # int32 [rows]: its position
     held: Array  # int32 [rows]: positions for which the slot has pages; 0 for rows of padding
+
+
+def only_cache(kv: Caches) -> Array:
+    """Returns the cache of layers that have just one, a dense one, as whatever drafts has."""
+    (cache,) = kv
+    assert isinstance(cache, Array)
+    return cache
 
 
 def places_of(

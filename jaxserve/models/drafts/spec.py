@@ -1,8 +1,8 @@
 """The shape of a draft head, or of a draft model, as data. No I/O, no arrays.
 
 `jaxserve.models.drafts.layouts` makes it of a `config.json`. A head reads the hidden states of the
-target model after some of its layers, the *taps*. Its own layers are further layers of the target's
-first cache group: the same pages hold their keys and values.
+target model after some of its layers, the *taps*. Keys and values of its own layers lie in a cache
+of their own, whose pages are those of the target's first cache group: `runner.draft_cache`.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ type EntryDraft = Eagle3Draft | MtpDraft
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDraft:
-    """A small model with the target's tokens, one pass for each draft. Its own cache has as many
-    pages as the target's first cache group, under the same numbers: whatever happens to a page
-    happens to its keys and values, too."""
+    """A small model with the target's tokens, one pass for each draft."""
 
     body: ModelSpec
     num_drafts: int = 7
@@ -127,11 +125,6 @@ class ModelDraft:
 type DraftSpec = BlockDraft | EntryDraft | ModelDraft
 
 
-def shared_layers(draft: DraftSpec | None) -> int:
-    """Returns how many layers a head adds to the target's first cache group."""
-    return 0 if draft is None or isinstance(draft, ModelDraft) else draft.body.num_layers
-
-
 def mismatches(draft: BlockDraft | Eagle3Draft, target: ModelSpec) -> list[str]:
     """Returns why the head cannot draft for the target; nothing if it can."""
     body, found = draft.body, list[str]()
@@ -139,8 +132,6 @@ def mismatches(draft: BlockDraft | Eagle3Draft, target: ModelSpec) -> list[str]:
     for what, own, other in (
         ("hidden_size", body.embed, target.embed),
         ("vocab_size", vocab, target.vocab_size),
-        ("num_key_value_heads", body.kv_heads, target.kv_heads),
-        ("head_dim", body.head_dim, target.head_dim),
     ):
         if own != other:
             found.append(f"{what} is {own}, the target model's is {other}")

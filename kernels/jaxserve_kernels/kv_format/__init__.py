@@ -13,3 +13,4 @@ from jaxserve_kernels.kv_format.format import format_of as format_of
 from jaxserve_kernels.kv_format.names import AUTO as AUTO
 from jaxserve_kernels.kv_format.names import NAMES as NAMES
 from jaxserve_kernels.kv_format.names import named as named
+from jaxserve_kernels.kv_format.pages import PageLayout as PageLayout
