@@ -1,13 +1,15 @@
-"""Requests that are meant to hurt, against a server of your own: a table of what became of them.
+"""Sends harmful requests to a server of your own, and prints a table of the outcomes.
 
     python scripts/attack.py http://127.0.0.1:8000 --json outcomes.json
 
-Each case (scripts/attack_cases.py) has a bounded number of requests and a time limit; after each
-the server has to be well and to answer. At the end it has to be the same process, its memory may
-have grown by --max-growth, and an answer has to be the one of before. The exit status is 1 where
-one of these is not so. Memory is that of /metrics; with --pid that of the process and all below it
-may have grown by the grammars that are kept compiled, too. Addresses other than loopback are
-refused without --not-local: who attacks somebody else's server needs their leave.
+Each case (scripts/attack_cases.py) has a bounded number of requests and a time limit. After each
+case the server must be healthy and answer an ordinary request. At the end it must be the same
+process, its memory may have grown by at most --max-growth, and it must give the same answer as
+before. Otherwise the exit status is 1.
+
+Memory is read from /metrics. With --pid, the memory of the process and its children is checked too;
+it may also grow by the cache of compiled grammars. Addresses other than loopback need --not-local:
+attack other people's servers only with their permission.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from attack_cases import CASES, CHAT, COMPLETIONS, Case, Outcome, Target, chat
 
 CASE_SECONDS = 240.0
 KEPT_GRAMMARS_MB = 135.0
-"""What a server keeps compiled at most: `CACHE_BYTES` of `jaxserve.structured.guides`."""
+"""The most memory of compiled grammars: `CACHE_BYTES` of `jaxserve.structured.guides`."""
 QUESTION = chat("What is the capital of France?", temperature=0, seed=1)
 ORDINARY: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, QUESTION),
@@ -37,26 +39,29 @@ ORDINARY: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"prompt": "a b " * 1000, "max_tokens": 1}),
     ("/tokenize", {"prompt": "a b " * 100_000}),
 )
-"""Sent before memory is looked at: what the first request of a kind makes stays."""
+"""Requests sent before memory is first measured: the first request of each kind allocates memory
+that the server keeps."""
 
 
 class Row(NamedTuple):
-    """What became of a case."""
+    """The outcomes of a case."""
 
     name: str
     outcomes: dict[str, int]
     longest: float
     """Seconds until the last answer."""
     well: bool
-    """The outcomes are allowed, and the server was well afterwards."""
+    """Whether all outcomes are allowed, and the server was healthy afterwards."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
-    parser.add_argument("--pid", type=int, help="the server's process: look at those below it, too")
-    parser.add_argument("--api-key", help="if the server wants one")
-    parser.add_argument("--only", default="", help="cases whose names have this pattern")
+    parser.add_argument(
+        "--pid", type=int, help="the server's process: check its children's memory, too"
+    )
+    parser.add_argument("--api-key", help="if the server requires one")
+    parser.add_argument("--only", default="", help="run only cases whose names match this pattern")
     parser.add_argument(
         "--patience",
         type=float,
@@ -64,11 +69,13 @@ def main() -> int:
         help="seconds for clients that never read; more than the server's --write-timeout",
     )
     parser.add_argument("--max-growth", type=float, default=100.0, help="MB")
-    parser.add_argument("--json", type=Path, help="write the outcomes here, too")
-    parser.add_argument("--not-local", action="store_true", help="the server is another machine's")
+    parser.add_argument("--json", type=Path, help="also write the outcomes here")
+    parser.add_argument(
+        "--not-local", action="store_true", help="allow a server on another machine"
+    )
     args = parser.parse_args()
     if not args.not_local and not _is_local(args.url):
-        parser.error(f"{args.url} is not this machine; --not-local if it is your own server")
+        parser.error(f"{args.url} is not this machine; if it is your own server, add --not-local")
     return asyncio.run(_run(args))
 
 
@@ -138,7 +145,7 @@ def _show(row: Row) -> None:
 
 
 async def _is_well(target: Target) -> bool:
-    """It serves, and an ordinary request is answered."""
+    """Whether the server is ready, and answers an ordinary request."""
     try:
         async with asyncio.timeout(30), target.session.get(f"{target.url}/health") as reply:
             healthy = reply.status == 200
@@ -148,7 +155,7 @@ async def _is_well(target: Target) -> bool:
 
 
 async def _answer(target: Target) -> str | None:
-    """Greedy, so that it is always the same."""
+    """The answer to a fixed greedy request, which never changes."""
     headers = {"Content-Type": "application/json", **target.headers}
     try:
         async with target.session.post(
@@ -160,7 +167,7 @@ async def _answer(target: Target) -> str | None:
 
 
 async def _settled(target: Target, pid: int | None, enough: float) -> dict[str, float]:
-    """The state once memory has gone below `enough` MB, or a while later."""
+    """Waits until memory falls below `enough` MB, or a time limit. Returns the state."""
     for _ in range(20):
         state = await _state(target, pid)
         if state["memory_mb"] <= enough:
@@ -184,8 +191,8 @@ async def _state(target: Target, pid: int | None) -> dict[str, float]:
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes of a process and of all below it. What several share counts once: their proportional
-    set sizes."""
+    """Bytes of a process and all its children: the sum of proportional set sizes, which counts
+    shared memory once."""
     try:
         told = Path(f"/proc/{pid}/smaps_rollup").read_text()
         children = [

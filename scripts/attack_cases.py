@@ -1,4 +1,4 @@
-"""What `attack.py` sends: requests that are meant to hurt, and what may come of each."""
+"""The cases of `attack.py`: harmful requests, and their allowed outcomes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import aiohttp
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REFUSED = ("400", "408", "413", "415", "417", "422", "429", "431", "503")
-"""What a server may answer to what it need not serve; 5xx but 503 is a defect."""
+"""Statuses with which a server may refuse a request. Any 5xx but 503 is a defect."""
 CLOSED = "closed"
 WAIT = 60.0
-"""Seconds after which an answer counts as none."""
+"""Seconds after which a request counts as unanswered."""
 
 
 class Outcome(NamedTuple):
     what: str
-    """A status, or what happened instead."""
+    """An HTTP status, or a word for what happened instead."""
     seconds: float
 
 
@@ -36,7 +36,7 @@ class Target:
     session: aiohttp.ClientSession
     headers: dict[str, str] = field(default_factory=dict[str, str])
     patience: float = 180.0
-    """Seconds that the server may take to give up clients that do not read."""
+    """Seconds within which the server must drop clients that do not read."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -44,7 +44,7 @@ class Target:
         return parts.hostname or "127.0.0.1", parts.port or 80
 
     async def post(self, path: str, body: Any, **headers: str) -> Outcome:
-        """`body`: JSON, or bytes that claim to be."""
+        """Posts `body`: JSON, or bytes with the content type of JSON."""
         begun = asyncio.get_running_loop().time()
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self.headers, **headers}
@@ -71,7 +71,7 @@ class Target:
 
     @asynccontextmanager
     async def connection(self) -> AsyncGenerator[socket.socket]:
-        """A bare one that reads little ahead."""
+        """A bare TCP connection with a small receive buffer."""
         with socket.socket() as client:
             client.setblocking(False)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -79,7 +79,7 @@ class Target:
             yield client
 
     async def raw(self, sent: bytes, *, seconds: float = 10.0) -> Outcome:
-        """The status that bytes on a bare connection get."""
+        """Sends bytes on a bare connection. Returns the response's status."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         async with self.connection() as client:
@@ -121,7 +121,7 @@ def schema(content: Any) -> dict[str, Any]:
 
 
 def posts(path: str, *bodies: Any, times: int = 1) -> Attack:
-    """All at once."""
+    """An attack that posts all bodies at once."""
 
     async def attack(target: Target) -> list[Outcome]:
         every = [body for body in bodies for _ in range(times)]
@@ -148,8 +148,8 @@ PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*a{{{i}}}.{{9}}$"} for i
 
 
 async def new_schemas(target: Target) -> list[Outcome]:
-    """Others' small schemas, while ones are compiled that take long: nobody is told that it is
-    their fault, by a 400."""
+    """Posts small new schemas while slow ones compile. The small ones must not be refused with 400,
+    which would blame the client."""
     long = [
         asyncio.create_task(
             target.post(CHAT, schema({"type": "integer", "multipleOf": 99999989 - 2 * i}))
@@ -178,7 +178,7 @@ LARGE = chat(tools=_tools(128, 9000))
 
 
 async def beside_large(target: Target) -> list[Outcome]:
-    """Eight of them; another client's prompts of 10 kB take their time beside them."""
+    """Sends eight LARGE requests, and measures another client's 10 kB prompts beside them."""
     large = [asyncio.create_task(target.post(CHAT, LARGE)) for _ in range(8)]
     await asyncio.sleep(0.5)
     for _ in range(3):
@@ -193,7 +193,8 @@ async def _done(outcome: Outcome) -> Outcome:
 
 
 async def never_read(target: Target) -> list[Outcome]:
-    """Streams and answers with all logprobs whose clients read nothing; they are given up."""
+    """Requests streams, and answers with all logprobs, and reads nothing. The server must drop
+    them."""
     loop, begun = asyncio.get_running_loop(), asyncio.get_running_loop().time()
     body = chat(logprobs=True, top_logprobs=20, n=4) | {"max_tokens": 200, "ignore_eos": True}
     sent = [target.request(CHAT, {**body, "stream": stream}) for stream in (True, True, False)]
@@ -217,7 +218,7 @@ async def never_read(target: Target) -> list[Outcome]:
 
 
 async def leave(target: Target) -> list[Outcome]:
-    """Hundred clients that leave in the middle."""
+    """A hundred clients disconnect in the middle of a response."""
     body = target.request(CHAT, {**chat(stream=True), "max_tokens": 500, "ignore_eos": True})
 
     async def one(part: int) -> Outcome:
@@ -230,7 +231,7 @@ async def leave(target: Target) -> list[Outcome]:
 
 
 async def many_connections(target: Target) -> list[Outcome]:
-    """300 at once, of which nothing comes."""
+    """Opens 300 connections at once and sends nothing."""
     loop, clients = asyncio.get_running_loop(), [socket.socket() for _ in range(300)]
     try:
         for client in clients:
@@ -243,7 +244,7 @@ async def many_connections(target: Target) -> list[Outcome]:
 
 
 async def watch(target: Target) -> list[Outcome]:
-    """40 that watch the engine and read nothing, an ordinary request beside."""
+    """40 clients watch the engine and read nothing, beside an ordinary request."""
 
     async def one() -> Outcome:
         begun = asyncio.get_running_loop().time()
@@ -265,7 +266,7 @@ def raws(*sent: bytes) -> Attack:
 
 
 async def compressed(target: Target) -> list[Outcome]:
-    """Cut short, and much in little."""
+    """Sends truncated compressed bodies, and compressed bodies that expand a lot."""
     body = gzip.compress(b'{"prompt": "Hi", "max_tokens": 1}')
     bomb = gzip.compress(bytes(256 * 2**20), 1)
     return [

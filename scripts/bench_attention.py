@@ -1,11 +1,11 @@
-"""Operations per second of prefill attention, beside those of a large product.
+"""Measures operations per second of prefill attention, beside those of a large matrix product.
 
     python scripts/bench_attention.py --out attention.json
 
-Whole prompts and late chunks of long ones, with the heads of a model, over pages in random order.
-Operations are four per query head, dimension and visible key; the masked half of the blocks on
-the diagonal counts for nothing. Both rates are those of the second half of a second of
-repetitions, when the card is at its power limit.
+The cases are whole prompts and late chunks of long prompts, with a model's heads, over pages in
+random order. There are four operations per query head, dimension and visible key; masked keys are
+not counted. Both rates are measured in the second half of a second of repetitions, when the card
+has reached its power limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxserve_kernels.target import Target
 
 PAGE_SIZE = 64
 LAYERS = 4
-"""Calls per repetition, each over keys and values of its own."""
+"""Calls per repetition, each over different keys and values."""
 
 CASES = ((0, 256), (0, 1024), (0, 2048), (0, 4096), (0, 16384), (3072, 1024), (14336, 2048))
 """(start, length) of the chunks."""

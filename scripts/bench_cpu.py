@@ -1,11 +1,11 @@
-"""Time the steps of a server on a CPU, as its default flags compile them, and their compilation.
+"""Times the steps of a server on a CPU, and their compilation.
 
     python scripts/bench_cpu.py --out cpu.json
     python scripts/bench_cpu.py --compare cpu.json -- --dtype bfloat16
 
-What follows `--` are the server's flags; without any it is the embedded model. Each figure is the
-best of several repeats, and comes with the processor time of that repeat: on a busy machine the
-former says what other processes leave, the latter what the step takes.
+Flags after `--` are the server's. Without any, the embedded model runs with the default flags. Each
+figure is the best wall time of several repeats, with the processor time of that repeat. On a busy
+machine the wall time includes waits for other processes, the processor time does not.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from jaxserve.weights.loading import weight_loader
 from jaxserve.weights.model_source import find_model
 
 PROMPTS = (16, 64, 256, 1024, 2048)
-"""Tokens, in chunks as large as a step takes."""
+"""Prompt lengths in tokens. A prompt is read in chunks of the largest step."""
 
 DECODES = ((1, 16), (1, 2000), (4, 256), (16, 256), (64, 16), (64, 256))
-"""(rows, context of each); contents of the cache have no influence on the time."""
+"""(rows, context length of each). The content of the cache does not affect the time."""
 
 MIXED = ((48, 8, 256), (192, 32, 256), (224, 8, 1024))
 """(tokens of a new prompt, decode rows beside it, context of each)."""
@@ -60,9 +60,9 @@ class Timing(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--compare", type=Path, help="figures of an earlier run")
-    parser.add_argument("flags", nargs="*", help="the server's")
+    parser.add_argument("flags", nargs="*", help="flags of the server")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runner, config, compiling = compiled(["--cache-dir", folder, *args.flags])
@@ -75,7 +75,8 @@ def main() -> None:
 
 
 def compiled(flags: list[str]) -> tuple[Runner, RunnerConfig, dict[str, float]]:
-    """A runner as a start makes it, and what compiling its programs took, in seconds."""
+    """A runner as the server makes it at its start, and the seconds that compiling its programs
+    took."""
     options = parse_flags(flags)
     source = find_model(options)
     plan = plan_engine(options, source)
@@ -89,9 +90,9 @@ def compiled(flags: list[str]) -> tuple[Runner, RunnerConfig, dict[str, float]]:
 
 
 def all_cases(runner: Runner, config: RunnerConfig) -> Any:
-    """(name, function that runs it once) of each case that the buckets and the cache have room for.
+    """(name, function that runs it once) for each case that fits the buckets and the cache.
 
-    Repeats of a case do the same work: sequences stay as long as they are.
+    Repeats of a case do the same work: sequences do not grow.
     """
 
     def ready(name: str, plans: list[StepPlan]) -> tuple[str, Callable[[], None]]:
@@ -127,8 +128,8 @@ def decode_rows(count: int, context: int) -> tuple[Row, ...]:
 
 
 def placed(plan: StepPlan, config: RunnerConfig) -> StepPlan:
-    """The plan with pages for its slots, as many as a sequence may have. Where the cache has no
-    more, slots share those of late positions: many short contexts have pages of their own."""
+    """The plan with pages for its slots, as many as a sequence may have. If the cache is too small,
+    slots share the pages of late positions, so that many short contexts still have their own."""
     per_seq = config.pages_per_seq
     apart = min(per_seq, config.cache.usable_pages // len(plan.rows))
     return StepPlan(
@@ -145,7 +146,7 @@ def placed(plan: StepPlan, config: RunnerConfig) -> StepPlan:
 
 
 def run(runner: Runner, plans: list[StepPlan]) -> None:
-    """All plans, one step ahead as the engine runs them."""
+    """Runs all plans, one step ahead, like the engine."""
     pending = None
     for plan in plans:
         launched = runner.launch(plan)
@@ -157,7 +158,7 @@ def run(runner: Runner, plans: list[StepPlan]) -> None:
 
 
 def best(run: Callable[[], None], repeats: int) -> Timing:
-    """Of the fastest repeat; short ones are repeated for a second at most."""
+    """The timing of the fastest repeat. Short cases are repeated for a second at most."""
     timings: list[Timing] = []
     end = time.perf_counter() + 1.0
     while len(timings) < repeats or (len(timings) < 10 * repeats and time.perf_counter() < end):
@@ -185,7 +186,7 @@ def described(
 
 
 def processor() -> str:
-    """Its name, where the system tells."""
+    """The processor's name, if the system provides it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

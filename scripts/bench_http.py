@@ -1,16 +1,18 @@
-"""Streamed tokens per second of the HTTP side: the real server and scheduler, a device of lists.
+"""Measures streamed tokens per second of the HTTP server and scheduler, with a fake device.
 
     python scripts/bench_http.py --clients 256 --tokens 200 --route chat
     python scripts/bench_http.py --clients 256 --step-ms 14
     python scripts/bench_http.py --clients 256 --step-ms 14 --watchers 2
 
-The server is a process of its own: engine thread, scheduler and HTTP as in production, and a
-runner that gives out tokens of the embedded model's vocabulary at once. With --step-ms it gives
-them out so long after those of the step before, as a device that has the next step queued; then
-the share of the device's step rate that the engine kept is shown, where the same streams go on.
-Clients are raw sockets in this process that count events; what they cost is shown, since on two
-cores they compete with the server. --watchers also reads the events of /ui/engine, as so many open
-pages do.
+The server runs in a separate process: engine thread, scheduler and HTTP as in production, with a
+runner that returns tokens of the embedded model's vocabulary at once. With --step-ms, it returns
+them that long after the previous step's, like a device with the next step queued. The script then
+also shows the share of the device's step rate that the engine kept, over steps with unchanged
+streams.
+
+Clients are raw sockets in this process that count events. Their processor time is shown, since on
+few cores they compete with the server. --watchers also reads the events of /ui/engine, like that
+many open pages.
 """
 
 from __future__ import annotations
@@ -62,11 +64,11 @@ def main() -> None:
 class Pending(NamedTuple):
     plan: StepPlan
     done: float
-    """`time.perf_counter()` when the device has computed it."""
+    """`time.perf_counter()` at which the device is done with the step."""
 
 
 class ListRunner:
-    """Gives every row that samples the next id of a fixed cycle of plain words."""
+    """A fake runner: every row that samples gets the next id of a fixed cycle of plain words."""
 
     def __init__(self, step_seconds: float, vocab: int):
         self._step_seconds = step_seconds
@@ -76,7 +78,8 @@ class ListRunner:
         self._rows = 0
         self.steps = 0
         self.idle = 0.0
-        """Steps of as many rows as the step before them, and the seconds between those two."""
+        """Number of steps with as many rows as the previous step, and the idle seconds before
+        them."""
 
     def launch(self, plan: StepPlan) -> Pending:
         now = time.perf_counter()
@@ -85,7 +88,7 @@ class ListRunner:
             self.idle += max(0.0, now - self._free_at)
         self._rows = len(plan.rows)
         self._free_at = max(now, self._free_at) + self._step_seconds
-        time.sleep(0)  # gives up the interpreter's lock, as the call of an executable does
+        time.sleep(0)  # releases the interpreter's lock (GIL), like the call of an executable
         return Pending(plan, self._free_at)
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
@@ -99,7 +102,7 @@ class ListRunner:
 
 
 def _sampled(row: Row, token: int) -> Sampled | None:
-    """Each token of a prompt is the likeliest one, and no other is known."""
+    """A fake result: each prompt token is the most likely one, with no alternatives."""
     scored = row.scored.tokens if row.scored else ()
     if not row.samples and not scored:
         return None
@@ -147,7 +150,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
 
 class Watcher(asyncio.Protocol):
-    """Reads what `/ui/engine` shows."""
+    """Reads the events of `/ui/engine`."""
 
     def __init__(self) -> None:
         self.events = 0
@@ -160,7 +163,7 @@ class Watcher(asyncio.Protocol):
 
 
 class Client(asyncio.Protocol):
-    """Sends its request again and again, and counts the events of the answers."""
+    """Sends its request `rounds` times, and counts the events of the answers."""
 
     def __init__(self, request: bytes, rounds: int, done: asyncio.Future[None]):
         self._request = request

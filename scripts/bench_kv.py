@@ -1,25 +1,26 @@
-"""Throughput of every KV format as the number of clients grows: closed loop, one process.
+"""Measures throughput of KV formats over the number of clients, in closed loops.
 
     python scripts/bench_kv.py --model qwen3-4b --budget 30 --out docs/measurements/kv_sweep.json
     python scripts/bench_kv.py --loads 8192/256 --clients 1,8,32 --formats bf16,fp8_e4m3
     python scripts/bench_kv.py --model jaxserve-embedded --loads 64/16,300/40 --clients 1,4 \\
         --kv-gib 0.2 --max-model-len 512 --prefill 64,256     # on a CPU, too
 
-Scheduler and device as in serving, one step ahead, without HTTP. The weights are loaded once; each
-format gets the same bytes for its cache, and its own compiled steps. Every client sends its next
-request, of random tokens, when the last one has ended. Compilations during the load are counted.
+Scheduler and device run in one process as in serving, one step ahead, without HTTP. The weights are
+loaded once. Each format gets the same bytes for its cache, and its own compiled steps. Every client
+sends its next request, of random tokens, when the previous one has ended. Compilations during the
+load are counted.
 
-The formats take turns at each point, forwards and then backwards, so that what else the machine
-does, and how warm it is, meets all of them: until the first format has run for --seconds. A run is
-compared with the first format's of the same turn. What counts is the median of runs and the median
-of those ratios, shown with the least and the greatest of them; all runs are written.
+At each point the formats take turns, forwards and then backwards, until the first format has run
+for --seconds. So other load on the machine, and its temperature, affect all formats alike. Each run
+is compared with the first format's run in the same turn. The result is the median of the runs and
+the median of these ratios, shown with the smallest and largest ratio. All runs are written.
 
-Compiling takes longer than most points. With --cache-dir programs are kept there, and with
---compile-only that is all that is done: one process per format, at the same time, compiles all of
-them in the time of the slowest, if XLA_CLIENT_MEM_FRACTION leaves the card to all.
+Compiling takes longer than most points. --cache-dir keeps the programs; --compile-only does nothing
+else. One process per format can compile at the same time, if XLA_CLIENT_MEM_FRACTION divides the
+card's memory among them.
 
-Each point is printed and written when it is there. After --budget minutes no other is begun; the
-same command goes on from what --out holds, and draws the plot beside it (.svg).
+Each point is printed and written when it is done. After --budget minutes no new point begins; the
+same command continues from the content of --out. The plot is drawn beside it (.svg).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Load(NamedTuple):
 
 
 class CompileCounter:
-    """XLA compilations since the last look."""
+    """Counts XLA compilations since the last call of `take`."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -100,7 +101,7 @@ def main() -> None:
     try:
         served = [make_served(spec, params, name, args) for name in args.formats]
     except ConfigError as error:
-        what, _, _ = str(error).partition(";")  # the flags it goes on with are the server's
+        what, _, _ = str(error).partition(";")  # the rest names the server's flags
         raise SystemExit(
             f"{what}; raise --kv-gib, or lower --max-model-len or --clients"
         ) from error
@@ -141,7 +142,7 @@ def measure(
     compiles: CompileCounter,
     args: argparse.Namespace,
 ) -> None:
-    """One point of each format."""
+    """Measures one point of each format."""
     runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in served}
     order = list(served)
     while sum(run["seconds"] for run in runs[served[0].name]) < args.seconds:
@@ -156,7 +157,7 @@ def measure(
 
 
 def wanted(args: argparse.Namespace) -> list[tuple[Load, int]]:
-    """The points of every format."""
+    """The points to measure, the same for every format."""
     return [
         (load, clients)
         for load in args.loads
@@ -170,7 +171,7 @@ def point_name(load: Load, clients: int) -> str:
 
 
 class Budget:
-    """Minutes after which nothing is begun; None: any number."""
+    """Minutes after which nothing new begins; None: no limit."""
 
     def __init__(self, minutes: float | None) -> None:
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -186,7 +187,7 @@ class Budget:
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """What --out holds of this very measurement; ValueError if it is of another."""
+    """The content of --out, if it has the same settings; ValueError if it does not."""
     head = {
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -198,7 +199,7 @@ def earlier(args: argparse.Namespace) -> dict[str, Any]:
     if args.out and args.out.exists():
         found = json.loads(args.out.read_text())
         if head.items() - found.items():
-            raise ValueError(f"{args.out} is of another measurement: remove it, or name another")
+            raise ValueError(f"{args.out} has other settings: remove it, or choose another file")
         return found
     return head | {"compiles": 0, "formats": {}}
 
@@ -231,29 +232,29 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", type=sizes, help="decode buckets, if not one per --clients")
     parser.add_argument("--rounds", type=int, default=2, help="requests per client")
     parser.add_argument(
-        "--seconds", type=float, default=3.0, help="of the first format's runs per point"
+        "--seconds", type=float, default=3.0, help="total time of the first format's runs per point"
     )
     parser.add_argument("--kv-gib", type=float, default=48.0, help="bytes of every format's cache")
     parser.add_argument(
         "--most-tokens",
         type=int,
         default=320_000,
-        help="points beyond it in the cache are left out",
+        help="skip points with more tokens in the cache",
     )
     parser.add_argument("--capacity-context", type=int, default=4096)
     parser.add_argument("--max-model-len", type=int, default=16_384)
     parser.add_argument("--prefill", type=sizes, default=[64, 768, 2048], help="mixed buckets")
-    parser.add_argument("--cache-dir", type=Path, help="keep compiled programs there")
+    parser.add_argument("--cache-dir", type=Path, help="folder for compiled programs")
     parser.add_argument("--compile-only", action="store_true")
-    parser.add_argument("--budget", type=float, help="minutes after which no point is begun")
-    parser.add_argument("--out", type=Path, help="write the result as JSON, and go on from it")
+    parser.add_argument("--budget", type=float, help="begin no point after this many minutes")
+    parser.add_argument("--out", type=Path, help="write the result as JSON, and continue from it")
     args = parser.parse_args()
     args.max_model_len = min(args.max_model_len, spec_of(args.model).max_position)
     for load in args.loads:
         if load.prompt + load.output > args.max_model_len:
             parser.error(
-                f"--loads: {load.prompt}/{load.output} is beyond {args.max_model_len} tokens, the "
-                "least of --max-model-len and the model's own limit"
+                f"--loads: {load.prompt}/{load.output} exceeds {args.max_model_len} tokens, the "
+                "smaller of --max-model-len and the model's own limit"
             )
     args.stacked = jax.default_backend() == "gpu"
     args.dtype = jnp.bfloat16 if args.stacked else jnp.float32
@@ -262,7 +263,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclasses.dataclass(kw_only=True)
 class Served:
-    """A format, and what serves it; only one has a cache at a time."""
+    """A format with its compiled steps. Only one format has a cache at a time."""
 
     name: str
     config: RunnerConfig
@@ -286,8 +287,8 @@ class Served:
         print(f"{self.name}: {len(found)} programs in {time.perf_counter() - start:.1f} s")
 
     def start(self) -> Runner:
-        """A runner with an empty cache, in whose steps nothing happens for the first time."""
-        gc.collect()  # the last one's cache
+        """A runner with an empty cache, whose steps have been run once to warm up."""
+        gc.collect()  # frees the previous runner's cache
         runner = Runner(self.config, self.params, Metrics("bench"))
         runner.start(self.executables, lambda name, done: None)
         return runner
@@ -303,7 +304,7 @@ class Served:
 def make_served(
     spec: ModelSpec, params: decoder.Params, name: str, args: argparse.Namespace
 ) -> Served:
-    """Steps for up to the most rows, with the format's share of the same bytes."""
+    """The format with steps for all buckets and a cache of --kv-gib."""
     kv_format = named(name)
     page_size = kv_format.page_size or DENSE_PAGE
     decode = tuple(sorted(args.decode or args.clients))
@@ -345,7 +346,7 @@ def capacity(config: RunnerConfig, context: int) -> dict[str, Any]:
 def run_point(
     runner: Runner, config: RunnerConfig, load: Load, clients: int, rounds: int
 ) -> dict[str, Any]:
-    """`rounds` requests for each of `clients` clients, one after the other."""
+    """Runs `rounds` requests, one after the other, for each of `clients` clients."""
     scheduler = Scheduler(config.scheduler, config.cache)
     rng = random.Random(f"{load}/{clients}")
     todo = clients * rounds

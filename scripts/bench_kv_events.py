@@ -1,12 +1,12 @@
-"""Measure what KV cache events cost the engine's thread, without a device.
+"""Measures what KV cache events cost the engine's thread, without a device.
 
     python scripts/bench_kv_events.py --out events.json
 
-A scheduler of many decoding sequences, one step ahead, whose sequences end and are replaced by new
-prompts, as on a server; without events, with events, and with a subscriber that was stopped by a
-signal and never reads, in turns. The time is the processor time of the thread that plans and
-commits: on a busy machine wall time says what other processes leave. What the publisher's threads
-take is shown beside it.
+A scheduler runs many decoding sequences, one step ahead; sequences that end are replaced by new
+prompts, as on a server. Three kinds of runs take turns: without events, with events, and with a
+subscriber that is stopped by a signal and never reads. The time is the processor time of the thread
+that plans and commits, because wall time would include waits for other processes. The processor
+time of the publisher's threads is shown beside it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Turn(NamedTuple):
     step_us: float
     """Mean processor time of the engine's thread per step."""
     other_us: float
-    """The same of all other threads of the process."""
+    """Mean processor time of all other threads of the process per step."""
     pages: int
     """Pages that were published."""
 
@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens")
     parser.add_argument("--output", type=int, default=256, help="tokens")
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=7, help="of each kind")
-    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each kind")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     turns: dict[str, list[Turn]] = {"without": [], "with": [], "stopped subscriber": []}
     for _ in range(args.turns):
@@ -93,7 +93,7 @@ def _with_events(args: argparse.Namespace, *, stopped: bool) -> Turn:
 
 
 def _stopped_reader(endpoint: str) -> subprocess.Popen[str]:
-    """A process that is subscribed and does not run."""
+    """Starts a process that subscribes, and stops it by a signal."""
     reader = subprocess.Popen(
         [sys.executable, "-c", READER, endpoint],
         stdin=subprocess.PIPE,
@@ -121,7 +121,7 @@ def _turn(args: argparse.Namespace, publisher: ZmqPublisher | None) -> Turn:
             scheduler.commit(in_flight, _sampled(in_flight, result))
         own, process = time.thread_time() - own, time.process_time() - process
         in_flight = plan
-        if step >= 0:  # it has filled before
+        if step >= 0:  # negative steps fill the scheduler
             measured += own
             others += process - own
     if publisher is not None:
@@ -130,7 +130,7 @@ def _turn(args: argparse.Namespace, publisher: ZmqPublisher | None) -> Turn:
 
 
 def _scheduler(args: argparse.Namespace, publisher: ZmqPublisher | None) -> Scheduler:
-    """With room for all sequences and half as many pages of former ones."""
+    """A scheduler with pages for all sequences, and half as many for cached prefixes."""
     length = args.prompt + args.output
     pages = args.sequences * -(-length // args.page_size) * 3 // 2
     return Scheduler(

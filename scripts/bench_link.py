@@ -1,19 +1,19 @@
-"""How fast pages go between host memory and a GPU, and what that does to steps and their results.
+"""Measures the rate of page copies between host memory and a GPU, and their effect on steps.
 
     python scripts/bench_link.py --out link.json
 
-Takes half a minute on a GPU. Rates are in GB/s (1e9 bytes), of each direction:
+Takes half a minute on a GPU. Rates are in GB/s (1e9 bytes) in each direction:
 
-- plain: one copy of pinned memory, one way and both ways at once; what the link gives
-- copies: pages through `CudaCopier`, for sizes of chunks and numbers of chunks on their way; with
-  the milliseconds that a small copy to the host takes meanwhile, as a step's tokens do
-- verified: the same with checksums
-- busy: beside one thread, and two, that run Python all the time
+- plain: one copy of pinned memory, one way and both ways at once: the rate of the link
+- copies: pages through `CudaCopier`, by chunk size and number of chunks in flight; and the
+  milliseconds that a small copy to the host takes meanwhile, like that of a step's tokens
+- verified: copies with checksums
+- busy: copies beside one or two threads that run Python all the time
 - steps: milliseconds of a compiled step alone, and beside copies in both directions
 
-Measurements run in another process. If that dies, its signal and its last step are said and kept in
-the result, the other measurements go on in a new one, and the exit status is 1. Without a GPU it
-runs the same on arrays of the CPU, which only shows that it works.
+Measurements run in a child process. If it dies, the result records its signal and its last step,
+the remaining measurements continue in a new process, and the exit status is 1. Without a GPU the
+script uses CPU arrays, which only shows that it works.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ NAMES = (
 ROOT = Path(__file__).parents[1]
 _CHILD = Path(__file__).with_name("link_measurements.py")
 _SECONDS = 300.0
-"""After which a process is ended."""
+"""Seconds after which a process is killed."""
 
 
 class Death(NamedTuple):
-    """How a process of measurements ended before its end."""
+    """The premature end of a measuring process."""
 
     step: str
     how: str
     said: str
-    """The end of what it wrote to stderr."""
+    """The last part of its stderr."""
 
 
 def measured(
@@ -61,13 +61,15 @@ def measured(
     command: Callable[[Path, Sequence[str]], Sequence[str | Path]],
     seconds: float = _SECONDS,
 ) -> tuple[dict[str, Any], list[Death]]:
-    """Returns the results by name, and what went wrong. A measurement in which its process dies is
-    left out; nothing goes on after a death at the start.
+    """Returns the results by name, and the processes that died.
+
+    A measurement during which its process dies is left out. If a process dies at its start, no more
+    measurements are tried.
 
     Args:
-      names: of the measurements.
-      command: returns the process's, from the file of its report and names.
-      seconds: after which a process is ended.
+      names: names of the measurements.
+      command: returns a process's command line, from its report file and names.
+      seconds: time limit of a process.
     """
     results: dict[str, Any] = {}
     deaths: list[Death] = []
@@ -92,7 +94,7 @@ def measured(
 
 
 def _run(command: Sequence[str | Path], seconds: float) -> tuple[str, str]:
-    """Returns how a process died, nothing if it did not, and the end of its stderr."""
+    """Runs a process. Returns how it died, empty if it did not, and the last part of its stderr."""
     with tempfile.TemporaryFile("w+") as errors:
         try:
             status = subprocess.run(command, stderr=errors, timeout=seconds).returncode

@@ -1,20 +1,19 @@
-"""Time a model's products in every format of weights, against bfloat16 and against the floor.
+"""Times a model's products in every weight format, against bfloat16 and against a floor.
 
     python scripts/bench_matmul.py --out matmul.json --plot matmul.svg --assert-ratio 1.05
     python scripts/bench_matmul.py --tokens 1,2048 --formats bf16,int4 --budget 5 --out some.json
 
-Each result is printed and written as it comes. Run again with the same --out it goes on where it
-was cut off, by --budget or by anything else: finished products are not measured again. --tiny has
-small shapes, to try the script without a card; its times mean nothing.
+Each result is printed and written when it is done. If the script was cut off, by --budget or
+otherwise, it continues when run again with the same --out. --tiny uses small shapes, to try the
+script without a card; its times mean nothing.
 
-Each product is called through `jaxserve_kernels.matmul`, so the dispatch is measured with it, and
-what makes 8 bits of its tokens; many times in one CUDA graph, with other weights each time, and
-none before the one before it has ended, as a step does it. The floor is the
-larger of the time in which the card copies the weight's bytes and that in which it computes the
-product in bfloat16, both at rates measured in this process.
+Products are called through `jaxserve_kernels.matmul`, so the choice of kernels and the quantisation
+of tokens are included. They run many times in one CUDA graph, with different weights each time and
+one after the other, as in a step. The floor is the larger of two times, at rates measured in this
+process: copying the weight's bytes, and computing the product in bfloat16.
 
-4-bit formats are timed by their codes alone, and as -copy with a copy in fp8 beside them, where a
-product reads that; --assert-ratio then judges the copy, which is what the engine has by default.
+4-bit formats are timed with their codes only, and as -copy with an additional fp8 copy where a
+product reads it. --assert-ratio then judges the copy, which the engine has by default.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ from jaxserve_kernels.matmul import as_read, gated_linear, linear
 from jaxserve_kernels.target import Target
 
 HEADS = ("bf16", "int8", "fp8")
-"""What the engine has output matrices in."""
+"""Formats of output matrices in the engine."""
 
 CACHES = 256 * 10**6
-"""Bytes, several times a card's L2."""
+"""Bytes of weights per case: several times a card's L2 cache."""
 
 PRODUCTS, LARGE_PRODUCTS, TINY_PRODUCTS = 48, 16, 2
-"""In one program: what launching it costs is little beside them. Large: of 1,024 tokens or more,
-and of the output matrix. Tiny: so few that they are soon compiled."""
+"""Products per program, enough to hide the cost of its launch. LARGE: for 1,024 tokens or more, and
+for the output matrix. TINY: few, so that they compile fast."""
 
 TOKENS, TINY_TOKENS = [1, 16, 64, 128, 256, 512, 1024, 2048, 8192], [1, 64, 128]
 
@@ -132,7 +131,7 @@ def main() -> None:
     if args.assert_ratio:
         assert_never_slower(timings, args.assert_ratio)
     if missing := sum(key_of(case) not in known for case in cases):
-        raise SystemExit(f"--budget is spent, {missing} of {len(cases)} products are not measured")
+        raise SystemExit(f"--budget is spent: {missing} of {len(cases)} products were not measured")
 
 
 def key_of(case: Case) -> tuple[str, str, int]:
@@ -140,7 +139,7 @@ def key_of(case: Case) -> tuple[str, str, int]:
 
 
 def earlier(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What a run of the same card, jax and model left in --out."""
+    """The content of --out from a run with the same card, jax and model."""
     if args.out is None or not args.out.exists():
         return None
     found = json.loads(args.out.read_text())
@@ -150,7 +149,7 @@ def earlier(args: argparse.Namespace) -> dict[str, Any] | None:
         "model": "tiny" if args.tiny else args.model,
     }
     if wrong := {name: found.get(name) for name in same if found.get(name) != same[name]}:
-        raise SystemExit(f"{args.out} is of another run ({wrong}, here {same}): choose another")
+        raise SystemExit(f"{args.out} has {wrong}, this run has {same}: choose another file")
     return found
 
 
@@ -167,17 +166,19 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--tokens", type=sizes, help=f"default {TOKENS}, tiny {TINY_TOKENS}")
+    parser.add_argument("--tokens", type=sizes, help=f"default: {TOKENS}; tiny: {TINY_TOKENS}")
     parser.add_argument("--formats", type=formats, default=list(QUANTIZE))
-    parser.add_argument("--max-rows", type=int, default=256, help="of the output matrix's product")
+    parser.add_argument(
+        "--max-rows", type=int, default=256, help="most tokens for the output matrix"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="compiling threads")
-    parser.add_argument("--budget", type=float, help="begin nothing new after so many minutes")
-    parser.add_argument("--out", type=Path, help="the result as JSON, read at the beginning")
+    parser.add_argument("--budget", type=float, help="begin nothing new after this many minutes")
+    parser.add_argument("--out", type=Path, help="write the result as JSON, and continue from it")
     parser.add_argument("--plot", type=Path, help="draw a layer's time over the tokens, as SVG")
     parser.add_argument(
         "--assert-ratio",
         type=float,
-        help="fail if a layer in some format takes more than so many times bfloat16's time",
+        help="fail if a layer in any format takes more than this many times bfloat16's time",
     )
     args = parser.parse_args()
     args.tokens = args.tokens or (TINY_TOKENS if args.tiny else TOKENS)
@@ -197,11 +198,11 @@ def products_of(spec: ModelSpec) -> list[Product]:
 def measure(
     cases: list[Case], workers: int, deadline: float, *, tiny: bool
 ) -> Iterator[tuple[Case, float]]:
-    """Microseconds of each case. One format at a time holds device memory, and none is begun after
-    the deadline.
+    """Yields the microseconds of each case. One format at a time is in device memory. None begins
+    after the deadline.
 
-    All programs of it are compiled before the first is timed: making an executable drops the CUDA
-    graphs of the others.
+    All programs of a format are compiled before the first is timed, because creating an executable
+    drops the CUDA graphs of the others.
     """
     groups: dict[str, list[Case]] = {}
     for case in cases:
@@ -224,7 +225,7 @@ def measure(
 
 
 def make_weights(product: Product, name: str, *, tiny: bool) -> Any:
-    """Weights of some layers [layers, ...], together several times as large as any cache."""
+    """Weights of several layers [layers, ...], in all several times as large as any cache."""
     layers = min(max(-(-CACHES // weight_bytes(product, name, 1)), 3), 32)
     layers = TINY_PRODUCTS if tiny else layers
 
@@ -239,11 +240,10 @@ def make_weights(product: Product, name: str, *, tiny: bool) -> Any:
 
 
 def build(case: Case, stacked: Any, *, tiny: bool) -> tuple[Any, jax.Array, int]:
-    """A program of a product with each layer in turn, its tokens, and the number of products.
+    """A program that multiplies with each layer in turn, its tokens, and the number of products.
 
-    Each product's tokens depend on the result before it, or XLA would make one product of those
-    that have the same tokens, after copying their weights side by side, and quantise the tokens
-    only once.
+    The tokens of each product depend on the previous result. Otherwise XLA would merge products
+    with the same tokens, copy their weights together, and quantise the tokens only once.
     """
     layers = jax.tree.leaves(stacked)[0].shape[0]
     products = LARGE_PRODUCTS if case.tokens >= 1024 or case.product.head else PRODUCTS
@@ -259,7 +259,7 @@ def build(case: Case, stacked: Any, *, tiny: bool) -> tuple[Any, jax.Array, int]
             x, result = jax.lax.optimization_barrier(
                 (x, product_of(case, x, views[index % layers]))
             )
-            kept += result.reshape(-1)[0]  # of each result, so that none is dropped
+            kept += result.reshape(-1)[0]  # uses each result, so that XLA drops none
         return kept
 
     return jax.jit(program).lower(x, stacked).compile(), x, products
@@ -296,14 +296,14 @@ def abstract_weight(product: Product, name: str) -> Any:
 
 
 def reads_copy(product: Product, name: str, tokens: int) -> bool:
-    """Of a format with a copy; with fewer tokens its products are those of its codes alone."""
+    """Whether a product reads the fp8 copy. With fewer tokens it reads the codes."""
     return isinstance(
         as_read(abstract_weight(product, name), tokens, target=Target.here()), weights.Fp8Weight
     )
 
 
 def weight_bytes(product: Product, name: str, tokens: int) -> int:
-    """That a product of so many tokens reads."""
+    """Bytes of the weight that a product of this many tokens reads."""
     leaves = jax.tree.leaves(as_read(abstract_weight(product, name), tokens, target=Target.here()))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 

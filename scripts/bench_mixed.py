@@ -1,15 +1,20 @@
-"""Time steps that hold prefill: every token bucket, prompts in chunks, chunks beside decodes.
+"""Times steps with prefill: every token bucket, prompts in chunks, and chunks beside decode rows.
 
     python scripts/bench_mixed.py --out mixed.json
     python scripts/bench_mixed.py --buckets 512,1024 --profile
 
-Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor of a
-step is the larger of its bytes (weights once, keys and values of each sequence once) over the rate
-of a copy and its operations over the rate of a large product, both measured in the same process.
-Operations are those of the model: two per weight and token, with the output matrix only for tokens
-that are sampled and of experts those that the token has, four per head, dimension and visible key,
-and six per element of a recurrent layer's state. With --quantization the floor is still that of
-bfloat16 weights and products, so that ratios compare; of experts it counts the bytes as they are.
+Every step runs as in the engine: from the scheduler's plan, one step ahead. The floor of a step is
+the larger of two times, at rates measured in the same process: copying its bytes (weights once,
+keys and values of each sequence once), and computing its operations at the rate of a large product.
+The operations are the model's:
+
+- two per weight and token, counting the output matrix for sampled tokens only, and of the experts
+  only those that the token uses;
+- four per head, dimension and visible key;
+- six per element of a recurrent layer's state.
+
+With --quantization the floor is still that of bfloat16 weights and products, so that ratios are
+comparable. Only experts are counted with their quantised bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ PROMPT_SLOT = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the card does, measured in this process."""
+    """Rates of the card, measured in this process."""
 
     copy: float
     """Bytes per second, read plus written."""
@@ -154,26 +159,30 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decodes", type=int, default=64, help="decode rows beside a chunk")
     parser.add_argument("--prompts", type=sizes, default=[256, 1024, 4096, 16384])
     parser.add_argument("--steps", type=int, default=12, help="timed steps per case")
-    parser.add_argument("--rounds", type=int, default=1, help="of all steps; their median counts")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="rounds over all steps; the median counts"
+    )
     parser.add_argument(
         "--turns", type=Path, metavar="FILE", help="use the card only while this file is locked"
     )
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
-    parser.add_argument("--fp8-copy", action="store_true", help="of 4-bit weights, as served")
+    parser.add_argument(
+        "--fp8-copy", action="store_true", help="add fp8 copies of 4-bit weights, as served"
+    )
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
-    parser.add_argument("--page-size", type=int, default=64, help="unless the format says it")
+    parser.add_argument("--page-size", type=int, default=64, help="unless the format fixes it")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each bucket")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
 
 def product_rate() -> float:
-    """Operations per second of 8192 x 8192 x 8192 in bfloat16, random operands.
+    """Operations per second of a product of 8192 x 8192 x 8192 in bfloat16 with random operands.
 
-    Of the second half of two seconds: a tenth faster at first, until the card is at its power
-    limit, where steps one after another keep it too.
+    Measured in the second half of two seconds. It is a tenth faster at first, until the card
+    reaches its power limit, where consecutive steps keep it too.
     """
     size = 8192
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys(2))
@@ -201,7 +210,7 @@ def make_runner(
     per_decode = -(-(DECODE_CONTEXT + 1) // page_size)
     longest = max([16_384 + max(args.buckets), *args.prompts])
     pages = 1 + -(-longest // page_size) + args.decodes * per_decode
-    # State is large: of a model that has some there are no more slots than these steps take.
+    # Recurrent state is large, so such a model gets only the slots that these steps need.
     seqs = 1 + args.decodes if spec.state is not None else min(256, max(args.buckets))
     config = RunnerConfig(
         spec=spec,
@@ -312,7 +321,7 @@ def time_step(
 def time_prompt(
     runner: Runner, config: RunnerConfig, params: decoder.Params, length: int, rates: Rates
 ) -> dict[str, float]:
-    """Milliseconds from the launch of a prompt's first chunk until its first token is here."""
+    """Milliseconds from the launch of a prompt's first chunk until its first token arrives."""
     largest = config.buckets.prefill[-1]
     parts = [
         Work(chunk=min(largest, length - start), start=start) for start in range(0, length, largest)

@@ -1,25 +1,25 @@
-"""What the tier of --kv-offload-size brings: first tokens, decode streams beside restores, chats.
+"""Measures KV offload (--kv-offload-size): time to first token, decode rate beside restores, chats.
 
     python scripts/bench_offload.py --out offload.json -- --model qwen3-4b --load-format dummy
 
-Flags after `--` are the server's. In one run, with one engine in this process:
+Flags after `--` are the server's. One engine in this process runs all parts:
 
-- ttft: milliseconds from a request to its first token, median of `--repeats`: cold, on a hit on the
-  device, of what only the host has, and of what only the disk has
-- streams: output tokens per second of decoding sequences, alone, beside constant restores, beside
-  as many requests that hit the device, and beside `--restores-per-second`: how fast pages may come
-  back while the sequences keep 97 % of their rate
-- chats: `--chats` conversations in turn, of which the device holds `--held`, with the tier and with
+- ttft: milliseconds from a request to its first token, median of `--repeats`: cold, and with the
+  prefix on the device, only in host memory, and only on disk
+- streams: output tokens per second of decoding sequences: alone, beside constant restores, beside
+  as many requests that hit the device, and beside `--restores-per-second`. The result is the rate
+  of restores at which the sequences keep 97 % of their speed
+- chats: `--chats` conversations in turn, of which the device holds `--held`, with offload and with
   its loads turned off: seconds, and milliseconds to the first token
 
-Each request's tier is what the engine counted: tokens found on the device, tokens that came back,
-bytes read from disk. A figure whose requests hit another tier is not given, but what they hit.
-Where the policy computes a prefix, because a load should take longer, its prediction is given, and
-the load is measured all the same.
+The engine's counters tell which tier a request hit: tokens found on the device, tokens restored,
+bytes read from disk. If requests hit another tier than intended, the result has the tiers instead
+of the figure. If the policy recomputes a prefix because a load would take longer, the result has
+its prediction, and the load is measured all the same.
 
-Link rates against a plain pinned copy: scripts/bench_link.py. About four minutes on an H200; on a
-CPU, with the embedded model and --lengths 128,256, it shows only that it works. Each part is
-written when it is over; --parts names those to run. What all prompts leave on disk has to fit
+scripts/bench_link.py measures the rates of the link. This script takes about four minutes on an
+H200. On a CPU, with the embedded model and --lengths 128,256, it only shows that it works. Each
+part is written when it is done; --parts selects parts. The pages of all prompts must fit
 --kv-offload-disk-size, or the disk's figures are missing.
 """
 

@@ -1,14 +1,14 @@
-"""Step times of two installations or two trees on one card, in turns.
+"""Compares step times of two installations or source trees on one card, in turns.
 
     python scripts/bench_pair.py --sides 3.6=/opt/triton36 3.9=/opt/triton39 --out pair.json -- \\
         --batch 1,8,64,256
     python scripts/bench_pair.py --sides before=../before after=. --trees --assert-ratio 1.01
     python scripts/bench_pair.py --script bench_mixed.py …
 
-Two times from two runs differ by what the card and its host did meanwhile. Here both sides compile
-beside each other, then take turns on the card, a round each, so that both see the same card. Each
-side runs `bench_step.py`, or the script named, with what follows `--`, and half of the card's
-memory.
+Times from two separate runs also differ because the card and its host change. Here both sides
+compile at the same time, and then take turns on the card, one round each, so that both see the same
+conditions. Each side runs `bench_step.py`, or --script, with the flags after `--` and half of the
+card's memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--assert-ratio", type=float, help="fail if the second is so many times slower"
+        "--assert-ratio",
+        type=float,
+        help="fail if the second side takes more than this many times as long",
     )
     args = parser.parse_args(own.split())
     args.rest = rest.split()
@@ -88,7 +90,8 @@ def start(name: str, path: Path, folder: Path, args: argparse.Namespace) -> subp
 
 
 def show(results: dict[str, Any], limit: float | None) -> int:
-    """How many steps of the second side are slower than the limit."""
+    """Prints the comparison. Returns the number of steps in which the second side exceeds the
+    limit."""
     (one, first), (two, second) = results.items()
     print(f"{first['card']}: step in ms, {one} and {two}")
     slower = 0

@@ -1,17 +1,17 @@
-"""Time a hybrid model's recurrent layers: decode against the floor, and prompts in both forms.
+"""Times a hybrid model's recurrent layers: decode against a floor, and prompts in two forms.
 
     python scripts/bench_recurrent.py --out recurrent.json
     python scripts/bench_recurrent.py --model qwen3.5-27b --rows 1,8,64 --prompts 2048,8192
     python scripts/bench_recurrent.py --quantization int4 --whole --profile
     python scripts/bench_recurrent.py --dry-run
 
-A layer is its delta net: projections, convolution, rule, norm, the output's projection, and the
-norm after it; with --whole its feed-forward, too. A program has some layers with weights and state
-of their own, more than a card's L2 holds, each of which reads what the one before gave; decode
-steps are one chain of kernels, as in a whole model. The floor is the time in which the card copies
-the bytes of the weights and those of the rows' state, read and written, at a rate measured in this
-process. Prompts are one row, computed in blocks and token by token. --dry-run has tiny shapes, to
-try the script without a card; its times mean nothing.
+A layer is its delta net: projections, convolution, rule, norm, output projection and the following
+norm; with --whole also its feed-forward. A program has several layers with their own weights and
+state, in all more than a card's L2 cache, and each layer reads the previous one's result. Decode
+steps are one chain of kernels, as in a whole model. The floor is the time to copy the weights and
+the rows' state (read and written) at a rate measured in this process. A prompt is one row, computed
+in blocks, and token by token. --dry-run uses tiny shapes, to try the script without a card; its
+times mean nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jaxserve.startup.environment import prepare
 
 prepare(gpu_memory_utilization=0.9)
-# A program of one call would be no graph otherwise, and its kernels be launched by the host.
+# Otherwise XLA makes no graph of a program with one call, and the host launches its kernels.
 os.environ["XLA_FLAGS"] += " --xla_gpu_graph_min_graph_size=1"
 
 import jax
@@ -59,7 +59,7 @@ TINY = DeltaNetSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_w
 
 
 class Case(NamedTuple):
-    """One program: single tokens of so many rows, or the tokens of one prompt."""
+    """One program: a decode step of several rows, or one prompt."""
 
     kind: str
     """`decode`, `blocks`, or `one_by_one`."""
@@ -67,18 +67,18 @@ class Case(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """Of a series."""
+        """Number of calls in a timed series."""
         return 10 if self.kind == "decode" else 5
 
 
 class Bench(NamedTuple):
-    """What all programs run on."""
+    """Weights and settings that all programs share."""
 
     spec: ModelSpec
     weights: tuple[Layer, ...]
     slots: int
     whole: bool
-    """Layers have their feed-forward."""
+    """Whether layers include their feed-forward."""
 
 
 def main() -> None:
@@ -115,9 +115,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=hybrids, default=hybrids[0])
     parser.add_argument("--quantization", choices=LAYER_FORMATS)
     parser.add_argument("--whole", action="store_true", help="layers with their feed-forward")
-    parser.add_argument("--rows", type=sizes, help="of decode steps; default 1,8,64")
-    parser.add_argument("--prompts", type=sizes, help="tokens; default 2048,8192")
-    parser.add_argument("--profile", action="store_true", help="what each kernel adds, too")
+    parser.add_argument("--rows", type=sizes, help="rows of decode steps; default 1,8,64")
+    parser.add_argument("--prompts", type=sizes, help="prompt lengths; default 2048,8192")
+    parser.add_argument("--profile", action="store_true", help="also time each kernel")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, to try the script")
     parser.add_argument("--out", type=Path, help="the result as JSON, written after each case")
     args = parser.parse_args()
@@ -129,7 +129,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def model_of(args: argparse.Namespace) -> ModelSpec:
-    """With one layer of attention, which a model must have, and which is not timed."""
+    """The model's recurrent layers, and one attention layer, which a model must have. Attention is
+    not timed."""
     spec = NAMED_MODELS[args.model]
     recurrent = next(layer for layer in spec.layers if layer.delta_net is not None)
     full = next(layer for layer in spec.layers if layer.attention is not None)
@@ -146,7 +147,7 @@ def random_weights(spec: ModelSpec, args: argparse.Namespace) -> tuple[Layer, ..
 
 
 def step_of(case: Case, slots: int, block: int) -> RecurrentStep:
-    """All rows go on from an earlier position, but for prompts, which begin."""
+    """Decode rows continue from an earlier position; prompts begin at 0."""
     ints = jnp.arange(case.tokens, dtype=jnp.int32)
     if case.kind == "decode":
         return RecurrentStep.of_decode(ints, jnp.full_like(ints, 100), slots - 1)
@@ -156,7 +157,7 @@ def step_of(case: Case, slots: int, block: int) -> RecurrentStep:
 
 
 class Program(NamedTuple):
-    """Compiled, with what it runs on."""
+    """A compiled program, with its arguments."""
 
     run: Callable[..., Any]
     """(x, state, weights, step) -> output, state."""
@@ -188,7 +189,7 @@ class Program(NamedTuple):
         return cls(jax.jit(run, donate_argnums=1), x, step)
 
     def calls(self, state: RecurrentState, bench: Bench, count: int) -> RecurrentState:
-        """The state behind so many; waits for them."""
+        """Makes `count` calls and waits for them. Returns the state after them."""
         for _ in range(count):
             out, state = self.run(self.x, state, bench.weights, self.step)
             del out
@@ -199,7 +200,7 @@ def one_layer(
     x: jax.Array, normed: Any, state: Any, layer: Layer, index: int, step: RecurrentStep,
     bench: Bench, *, target: Target,
 ) -> Any:  # fmt: skip
-    """x, x with the next norm, and the state."""
+    """Returns x, the normed x of the next layer, and the state."""
     assert layer.delta is not None
     spec = bench.spec
     own = (layer.delta, normed, state, index, step, spec)
@@ -228,8 +229,8 @@ def measure(case: Case, bench: Bench, args: argparse.Namespace) -> dict[str, Any
 
 
 def kernels_of(program: Program, state: RecurrentState, bench: Bench) -> dict[str, float]:
-    """What each kernel adds to a layer, in microseconds: by place and name, if all kernels are
-    those of layers, or else by name."""
+    """Microseconds that each kernel adds to a layer: by place and name if all kernels belong to
+    layers, otherwise by name."""
     calls = 5
     runs = kernel_runs(lambda: program.calls(state, bench, calls))
     each, others = divmod(len(runs), calls * LAYERS)
@@ -241,7 +242,8 @@ def kernels_of(program: Program, state: RecurrentState, bench: Bench) -> dict[st
 
 
 def describe(case: Case, bench: Bench, found: dict[str, Any], copied: float) -> dict[str, Any]:
-    """One layer's time, over the floor; of experts that is not known, of which rows touch some."""
+    """One layer's time, and its ratio to the floor. With experts there is no floor, because rows
+    use only some of them."""
     result = {**case._asdict(), **found}
     seconds = found["us"] / 1e6
     if case.kind != "decode":

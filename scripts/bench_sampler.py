@@ -1,9 +1,9 @@
-"""Time the sampler on a GPU: kinds of sampling, and what each feature adds.
+"""Times the sampler on a GPU, for kinds of sampling and for each feature of a row.
 
     python scripts/bench_sampler.py --batch 1,64,256 --out sampler.json
 
-Logits are random; every figure is the time of one call within a chain of them that runs as one
-CUDA graph, in microseconds.
+Logits are random. Each figure is the time of one call, in microseconds, within a chain of calls
+that runs as one CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Thread time of the scheduler per decode step, one step ahead, without a device.
+"""Measures the scheduler's processor time per decode step, one step ahead, without a device.
 
-Medians of the means of 40 steps each.
+A figure is the median of means over 40 steps each.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jaxserve.step_times import StepTimes
 
 _TIMES = Path(__file__).parents[1] / "lab" / "measurements" / "step_times_verify_h200.json"
 _PROMPT = 128
-"""Tokens. No token of prompt or output is like those around it at an earlier place, so nothing is
-drafted: what looking up costs is seen alone."""
+"""Tokens. No sequence of tokens repeats, so nothing is drafted, and only the cost of the lookup is
+measured."""
 
 
 _TURN = 40
-"""Steps with lookup, and as many without."""
+"""Steps with lookup in a turn, and the same number without."""
 
 
 class _Switched(Scheduler):
-    """Looks up drafts or not; nothing may be verified."""
+    """A scheduler whose lookup of drafts can be switched. It must never find a draft."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--lookup", action="store_true", help="in turns look up drafts, of none")
+    parser.add_argument("--lookup", action="store_true", help="look up drafts in every other turn")
     args = parser.parse_args()
 
     tokens = args.steps + 64 + 4 * args.sequences
@@ -99,7 +99,7 @@ def _filled(sequences: int, tokens: int, page_size: int, *, lookup: bool) -> _Sw
 
 
 def _prefilled(scheduler: Scheduler, sequences: int) -> StepPlan:
-    """Step until everybody decodes; the last plan is still to be committed."""
+    """Steps until all sequences decode. The last plan is not committed yet."""
     while plan := scheduler.plan():
         if plan.decode_only and len(plan.rows) == sequences:
             return plan

@@ -1,20 +1,21 @@
-"""Closed-loop load on any OpenAI-compatible server: tokens per second, TTFT, TPOT.
+"""Puts a closed-loop load on any OpenAI-compatible server: tokens per second, TTFT, TPOT.
 
     python scripts/bench_serving.py --url http://127.0.0.1:8000 --concurrency 1,8,64 \
         --prompt-tokens 1024 --output-tokens 128
     python scripts/bench_serving.py --prefix-hit 256,1024,4096,16384
 
-Each client sends its next request when the last one has ended. Prompts are random token ids, new
-for every request, so a prefix cache never helps. With `--same-prompts` each point begins with the
-prompts of the point before it, half of its own if clients double, as in benchmarks that seed every
-point alike: for comparison with figures measured so, not as a claim. Failures are counted and
-shown, never dropped.
-Of jaxserve the share of steps is shown, too, that were launched late: when the device had nothing
-left to do, which is how a host shows that is too slow for its streams.
+Each client sends its next request when the previous one has ended. Prompts are random token ids,
+new for every request, so a prefix cache never helps. With `--same-prompts` each point begins with
+the prompts of the previous point (half of its own if clients double), like benchmarks that use the
+same seed for every point. Use it only to compare with figures measured that way. Failures are
+counted and shown, never dropped.
 
-With `--prefix-hit` one client measures the time to the first token of prompts of these lengths,
-new ones and one that the server has answered before. `--stall` lets so many streams decode, sends
-one long prompt and reports how long any stream waited for a token meanwhile.
+For jaxserve the script also shows the share of steps that were launched late, when the device was
+already idle. A high share means that the host is too slow for its streams.
+
+With `--prefix-hit` one client measures the time to the first token for prompts of these lengths:
+new ones, and one that the server has answered before. `--stall` starts this many decoding streams,
+sends one long prompt, and reports the longest time that any stream waited for a token meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ STREAM_TOKENS = 2_048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What every request of one point looks like."""
+    """The parameters of all requests of one point."""
 
     url: str
     model: str
@@ -61,7 +62,7 @@ class Outcome:
     error: str | None = None
     cached: int = 0
     times: tuple[float, ...] = ()
-    """When each token came."""
+    """Arrival time of each token."""
 
 
 async def main() -> None:
@@ -101,7 +102,7 @@ def parse_args() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="default: the first that the server names")
+    parser.add_argument("--model", help="default: the first model that the server lists")
     parser.add_argument("--concurrency", type=sizes, default=[1, 8, 64])
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -115,7 +116,9 @@ def parse_args() -> argparse.Namespace:
         "--prefix-hit", type=sizes, metavar="LENGTHS", help="measure TTFT, cold and on a prefix hit"
     )
     parser.add_argument("--stall", type=int, metavar="STREAMS", help="see above")
-    parser.add_argument("--stall-prompt", type=int, default=16_384, help="tokens of the long one")
+    parser.add_argument(
+        "--stall-prompt", type=int, default=16_384, help="tokens of the long prompt"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
@@ -163,14 +166,15 @@ async def run_point(
 
 
 class Steps(NamedTuple):
-    """Of a server since its start; `late`: launched when the device had nothing left to do."""
+    """Steps of a server since its start. `late`: those launched when the device was already
+    idle."""
 
     all: int
     late: int
 
 
 async def steps(session: aiohttp.ClientSession, load: Load) -> Steps:
-    """What jaxserve's metrics say; other servers have none."""
+    """Steps according to jaxserve's metrics. Other servers have no such metrics."""
     async with session.get(f"{load.url}/metrics") as reply:
         text = await reply.text() if reply.status == 200 else ""
 
@@ -272,7 +276,7 @@ async def stall(
     def prompt(length: int) -> list[int]:
         return [rng.randrange(load.max_token_id) for _ in range(length)]
 
-    # Long enough to decode all the while that the long prompt is read.
+    # Streams must decode until the long prompt has been read.
     endless = dataclasses.replace(load, output_tokens=max(load.output_tokens, STREAM_TOKENS))
     streams = [
         asyncio.create_task(request(session, endless, prompt(64))) for _ in range(args.stall)
@@ -294,7 +298,7 @@ async def stall(
 
     before, during = gaps(sent - 0.5, sent), gaps(sent, arrived)
     if not during:
-        raise SystemExit("no stream was decoding when the long prompt came: nothing was measured")
+        raise SystemExit("nothing measured: no stream was decoding when the long prompt arrived")
     return {
         "streams": args.stall,
         "prompt_tokens": args.stall_prompt,

@@ -1,4 +1,4 @@
-"""What verifying drafts brings and costs on a card, in parts, each written as soon as it is there.
+"""Measures the gain and the cost of verifying drafts on a card. Each part is written when done.
 
     python scripts/bench_speculation.py --out speculation.json
     python scripts/bench_speculation.py --parts copies,fresh --clients 1,8,64,256 --budget 150
@@ -6,54 +6,57 @@
 
 | part | measures |
 |---|---|
-| `copies` | tokens per second, drafts on over off: prompts that hold the answer, at one client |
-| `fresh` | the same where nothing helps, at 1, 8, 64 and 256 clients |
-| `misleading` | the same where the prompt is as bad for looking up as text can be |
-| `overload` | goodput on over off, with more requests than can be served |
-| `eagle3`, `dflash`, `dspark`, `draft` | steps with a head of random weights over those without |
-| `mtp` | the same with Qwen3.5's own head, with `--mtp-layers` of its layers |
+| `copies` | speedup (tokens per second with drafts over without), prompts that contain the answer |
+| `fresh` | speedup where no draft helps, at 1, 8, 64 and 256 clients |
+| `misleading` | speedup where the prompt suggests wrong drafts |
+| `overload` | goodput with drafts over without, with more requests than can be served |
+| `eagle3`, `dflash`, `dspark`, `draft` | step times with a random head over those without |
+| `mtp` | step times with Qwen3.5's own head, with `--mtp-layers` of its layers |
 
-The first four ask one server over HTTP, whose drafts are switched off and on in turns
-(`switched_server.py`): both have the same programs, weights and step times. What a server without
-drafts has beside that is memory for some more pages. Each point is one closed loop, in which drafts
-are switched every `--turn` seconds: off, on, on, off and so on. The server counts the tokens of
-each turn's steps but those of its first 0.1 s. So what differs between loops, as where prompts
-fall, does not differ between the arms. It ends when the ratio's interval of 95 % is narrow enough
-on each side, 0.5 % where text is fresh and 2 % elsewhere, or after `--seconds`. `speedup` is the
-centre of the ratios of neighbours (`paired.py`): of their tokens per second, or, if no step of the
-loop verified, of the seconds that their steps should take per second that they took. Which steps
-those are depends on how prompts fall, and differs more between turns than the arms may. The first
-answers have lengths of their own, so that clients do not march in step.
+The first four parts query one server over HTTP, whose drafts are switched off and on in turns
+(`switched_server.py`). So both arms have the same programs, weights and step times. A server
+without drafts would also have memory for a few more pages.
 
-A model is only its shape, with weights whose greedy output is known beforehand
-(`chain_weights.py`): random weights fall into loops, which look like a success of looking up. So
-no text is copied or quoted. Prompts are made to hold as much of the coming answer as a prompt does
-that is edited or quoted, and their names say that they are made:
+Each point is one closed loop. Drafts are switched every `--turn` seconds: off, on, on, off and so
+on. The server counts the tokens of each turn's steps, except for the first 0.1 s. So differences
+between loops, such as the timing of prompts, affect both arms alike. A point ends when the 95 %
+interval of the ratio is narrow enough (0.5 % on each side for fresh text, otherwise 2 %), or after
+`--seconds`.
 
-- `made-edit`: the prompt holds the coming answer, with one token of 24 changed, as a file does
-  that is edited.
-- `made-quotes`: the prompt holds the coming answer in passages of 32 tokens in another order, as
-  documents do that are quoted.
-- `made-fresh`: no token of the prompt helps; it stands for chat. Real chat repeats itself at times.
-- `made-misleading`: the prompt holds pieces of six tokens of the answer, each followed by
+`speedup` is the centre of the ratios of neighbouring turns (`paired.py`). The ratio is that of
+tokens per second. If no step of the loop verified drafts, it is that of expected over actual step
+time instead: the mix of steps depends on the timing of prompts, and would vary more between turns
+than the arms may differ. The first answers have different lengths, so that clients do not run in
+lockstep.
+
+A model is a shape with weights whose greedy output is known beforehand (`chain_weights.py`). Random
+weights would fall into loops, which look like successful lookups. Prompts are synthetic, and
+contain as much of the coming answer as prompts for edits or quotes do:
+
+- `made-edit`: the prompt contains the answer, with one token in 24 changed, like a file to edit.
+- `made-quotes`: the prompt contains the answer as passages of 32 tokens in another order, like
+  documents to quote.
+- `made-fresh`: no token of the prompt helps. It stands for chat, though real chat repeats itself at
+  times.
+- `made-misleading`: the prompt contains pieces of six tokens of the answer, each followed by
   something else.
 
-With `--text` the model is a folder of real weights, and its chats are asked to repeat files of this
-repository with a name changed (`text-edit`), to quote from its documentation (`text-quotes`), and
-for short essays (`text-chat`).
+With `--text` the model is a folder of real weights. The chats ask it to repeat files of this
+repository with a name changed (`text-edit`), to quote its documentation (`text-quotes`), and to
+write short essays (`text-chat`).
 
-`equal` is the share of some answers that were the same when asked for once more without drafts, as
-far as both came. In other shapes a step rounds differently, so near ties may differ.
+`equal` is the share of sampled answers that are the same without drafts, up to the shorter length.
+Steps of other shapes round differently, so near ties may resolve differently.
 
-Overload: requests arrive at random times, `--load` times as many as the server without drafts
-completes with the most clients. `goodput` counts the tokens of those whose first token came within
-`--ttft` seconds and whose others came within `--tpot` on average.
+Overload: requests arrive at random times, at `--load` times the rate that the server completes
+without drafts at the largest number of clients. `goodput` counts the tokens of requests whose first
+token came within `--ttft` seconds and whose other tokens took at most `--tpot` on average.
 
-`step_times` of the result is a table as `lab.simulation.simulate_speculation` takes it: copied into
-a file with what it is of, it gives the study and the figure measured verify steps.
+`step_times` in the result is a table for `lab.simulation.simulate_speculation`. Copied into a file
+with a description, it gives the study and the figure measured verify steps.
 
-For heads no server starts (`head_costs.py`): the steps of one engine are timed without a head and
-with one. Their ratio is what a head costs where nothing is accepted.
+For heads, no server starts (`head_costs.py`): the steps of one engine are timed without and with a
+head. Their ratio is the cost of a head if nothing is accepted.
 """
 
 from __future__ import annotations
@@ -89,16 +92,16 @@ PACKAGES = ("jaxserve", "jax", "jaxlib", "triton", "jax-cuda12-plugin", "jax-cud
 
 
 class Part(NamedTuple):
-    """Points of tokens per second."""
+    """A part that measures tokens per second, at several points."""
 
     made: tuple[str, ...]
-    """Workloads of made weights."""
+    """Workloads for made weights."""
     text: tuple[str, ...]
-    """Those of real weights."""
+    """Workloads for real weights."""
     clients: tuple[int, ...]
     prompt_tokens: int
     precision: float
-    """Half the width of the ratio's interval at which a point is done, as a share of it."""
+    """A point is done when half the width of the ratio's interval is at most this share of it."""
 
 
 MANY = (1, 8, 64, 256)
@@ -110,12 +113,13 @@ LOOPS = {
 STEP_PARTS = ("eagle3", "dflash", "dspark", "draft", "mtp")
 PARTS = (*LOOPS, "overload", *STEP_PARTS)
 FLAGS = "--decode-buckets 1,8,64,256 --prefill-buckets 64,512,2048 --max-model-len 2048"
-"""Of the server: buckets for the clients, and no others to compile."""
+"""Flags of the server: only the buckets that the clients need."""
 HEAD_FLAGS = (
     "--decode-buckets 1,8 --prefill-buckets 128 --max-model-len 4096 "
     "--speculative-config '{\"num_speculative_tokens\": 3}'"
 )
-"""Of the engine whose steps are timed: few programs, and as many passes as EAGLE-3 heads make."""
+"""Flags of the engine whose steps are timed: few programs, and as many draft passes as EAGLE-3
+heads make."""
 
 
 def main() -> int:
@@ -137,10 +141,10 @@ def main() -> int:
 
 
 class Report:
-    """The result, written whenever a part of it is there."""
+    """The result, which is written after each part."""
 
     def __init__(self, file: Path | None, budget: float):
-        """`budget`: seconds from now after which nothing is begun."""
+        """`budget`: seconds from now after which nothing new begins."""
         self._file, self._began, self._budget = file, time.monotonic(), budget
         self.found: dict[str, Any] = {}
 
@@ -149,7 +153,7 @@ class Report:
             self._file.write_text(json.dumps(self.found, indent=1) + "\n")
 
     def is_late(self, name: str) -> bool:
-        """Whether the budget is spent; says so."""
+        """Whether the budget is spent; prints a note if so."""
         late = time.monotonic() > self._began + self._budget
         if late:
             print(f"the budget is spent: {name} is left out", flush=True)
@@ -159,7 +163,8 @@ class Report:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Generator[None]:
-        """Note how long it took, or how it failed, and write. What follows goes on."""
+        """Context manager: records the part's duration or error, and writes the result. Errors do
+        not end the script."""
         began = time.monotonic()
         try:
             yield
@@ -173,7 +178,7 @@ class Report:
 
 
 def serve_and_measure(parts: list[str], args: argparse.Namespace, report: Report) -> None:
-    """The parts that ask a server."""
+    """Runs the parts that need a server."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model, flags = args.model, shlex.split(args.flags)
         if not args.text:
@@ -193,8 +198,7 @@ def serve_and_measure(parts: list[str], args: argparse.Namespace, report: Report
 
 
 def head_costs_of(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The steps without a head and with one; in a process of its own, which leaves the card as it
-    was."""
+    """Runs `head_costs.py` in a child process, which frees the card's memory when it ends."""
     model = args.mtp_model if part == "mtp" else args.model
     command = [sys.executable, str(ROOT / "scripts" / "head_costs.py"), "--model", model]
     command += ["--head", part, "--memory", str(args.memory), "--flags", args.head_flags]
@@ -245,7 +249,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def shape(model: str) -> ModelSpec:
-    """Of a named model or a folder with config.json."""
+    """The shape of a named model, or of a folder with config.json."""
     if model in NAMED_MODELS:
         return NAMED_MODELS[model]
     return spec_of(json.loads((Path(model) / "config.json").read_text(encoding="utf-8")))
@@ -278,7 +282,7 @@ def about() -> dict[str, Any]:
 async def measure(
     server: Server, parts: list[str], args: argparse.Namespace, report: Report
 ) -> None:
-    """All points until the budget is spent."""
+    """Measures all points until the budget is spent."""
     timeout, connector = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         bench = Bench(server, session, args)
@@ -294,7 +298,7 @@ async def measure(
 
 
 async def loops(bench: Bench, part: Part, args: argparse.Namespace, report: Report) -> None:
-    """Tokens per second of a part's points."""
+    """Measures tokens per second at a part's points."""
     names = part.text if args.text else part.made
     for clients, name in itertools.product(args.clients or part.clients, names):
         if report.is_late(f"{name} of {clients} clients"):
@@ -307,7 +311,7 @@ async def loops(bench: Bench, part: Part, args: argparse.Namespace, report: Repo
 
 
 async def overload(bench: Bench, args: argparse.Namespace, report: Report) -> None:
-    """Goodput of fresh text and of copies."""
+    """Measures goodput of fresh text and of copies."""
     for part in (LOOPS["fresh"], LOOPS["copies"]):
         name = (part.text if args.text else part.made)[0]
         if not report.is_late(f"overload of {name}"):

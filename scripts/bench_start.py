@@ -1,11 +1,11 @@
-"""Start the server some times and print how long it took and how much memory it held.
+"""Starts the server several times, and prints the time to readiness and the memory.
 
     python scripts/bench_start.py --runs 3 -- --model FOLDER --require-precompiled
 
-What follows `--` are the server's flags. Ready is when `/ready` first answers 200, polled every
-20 ms from the moment that the process was made; memory is read from /proc a second later. `cpu`
-is the processor time until then, which tells a slow start from a busy machine; `weights` is what
-loading them took, beside other phases.
+Flags after `--` are the server's. The server is ready when `/ready` first answers 200; it is polled
+every 20 ms from the creation of the process. Memory is read from /proc a second later. `cpu` is the
+processor time until then, which distinguishes a slow start from a busy machine. `weights` is the
+time of loading the weights, which overlaps other phases.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _STATUS = {
     "peak": "VmHWM",
     "threads": "Threads",
 }
-"""Names here -> those in /proc/PID/status. Pages of files are in the system's cache as well."""
+"""Our names of figures -> names in /proc/PID/status. Pages of files are shared with the page
+cache."""
 
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)$")
 
@@ -41,11 +42,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for ready")
-    parser.add_argument("--memory", action="store_true", help="print what the memory is")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--compare", type=Path, help="such a file: print the difference from it")
+    parser.add_argument("--memory", action="store_true", help="print the memory by mapping")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument(
+        "--compare", type=Path, help="a file of --json: print the difference from it"
+    )
     parser.add_argument("--max-ready", type=float, help="fail if the best run took longer")
-    parser.add_argument("flags", nargs="*", help="the server's")
+    parser.add_argument("flags", nargs="*", help="flags of the server")
     options = parser.parse_args()
     runs = [run(options.flags, options.timeout, memory=options.memory) for _ in range(options.runs)]
     best = min(each["ready"] for each in runs)
@@ -106,7 +109,7 @@ def run(flags: list[str], timeout: float, *, memory: bool) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all its threads so far: what a start costs, whatever else the machine does."""
+    """Processor time of all threads of a process so far. It does not depend on other load."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,16 +1,16 @@
-"""Time the compiled steps of a model against the memory floor of the card they run on.
+"""Times the compiled steps of a model against the memory floor of the card.
 
     python scripts/bench_step.py --model qwen3-4b --batch 1,8,64 --context 1024 --out step.json
     python scripts/bench_step.py --compare before.json ...
     python scripts/bench_step.py --quantization int4 --compare bfloat16.json --assert-ratio 1.0
 
-`scripts/bench_pair.py` runs two of it on one card, in turns.
+`scripts/bench_pair.py` compares two versions on one card, in turns.
 
-Every step runs as the engine runs it: from the scheduler's plan, one step ahead. The floor is the
-bytes that a step must move (weights, the keys and values of its sequences as full pages hold them,
-and the state of their recurrent layers, read and written) over the bandwidth of a large copy
-measured in the same process. Of experts it counts those that the timed rows had: the same steps run
-once more, with a router that counts.
+Every step runs as in the engine: from the scheduler's plan, one step ahead. The floor is the time
+to move the step's bytes at the bandwidth of a large copy, measured in the same process. The bytes
+are the weights, the keys and values of the sequences as stored in full pages, and the state of
+recurrent layers (read and written). Of the experts, only those that the timed rows used are
+counted: the same steps run again with a router that counts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.records import installed
 
 WARM = 8
-"""Steps before those that are timed."""
+"""Untimed steps before the timed ones."""
 
 
 def main() -> None:
@@ -113,7 +113,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=sizes, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--context", type=sizes, default=[1024])
     parser.add_argument("--steps", type=int, default=64, help="timed steps per bucket")
-    parser.add_argument("--rounds", type=int, default=1, help="of all timings; their median counts")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="rounds over all timings; the median counts"
+    )
     parser.add_argument(
         "--turns", type=Path, metavar="FILE", help="use the card only while this file is locked"
     )
@@ -123,10 +125,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--quantization", choices=LAYER_FORMATS)
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
-    parser.add_argument("--fp8-copy", action="store_true", help="of 4-bit weights, as served")
+    parser.add_argument(
+        "--fp8-copy", action="store_true", help="add fp8 copies of 4-bit weights, as served"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
-    parser.add_argument("--page-size", type=int, default=64, help="unless the format says it")
+    parser.add_argument("--page-size", type=int, default=64, help="unless the format fixes it")
     parser.add_argument("--kv-gib", type=float, default=46.0)
     parser.add_argument(
         "--profile", action="store_true", help="print where the time of each step goes, by kernel"
@@ -136,7 +140,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--assert-ratio",
         type=float,
-        help="fail if a step takes more than so many times what it takes in --compare's result",
+        help="fail if a step takes more than this many times its time in --compare",
     )
     args = parser.parse_args()
     if args.assert_ratio and not args.compare:
@@ -151,7 +155,8 @@ class Timed(Protocol):
 
 @contextmanager
 def turn(lock: Path | None) -> Iterator[None]:
-    """The card is this process's own, among those that name the same file. None: it always is."""
+    """Context manager: locks the file, so that processes with the same file take turns on the card.
+    None: no lock."""
     if lock is None:
         yield
         return
@@ -200,7 +205,7 @@ def make_runner(
 
 
 def copied(params: decoder.Params) -> decoder.Params:
-    """With a copy in fp8 beside each 4-bit weight."""
+    """Adds an fp8 copy to each 4-bit weight."""
     programs = {each.name: jax.jit(each.function) for each in copying_programs(params)}
     return with_copies(params, programs)
 
@@ -214,10 +219,11 @@ def time_decode(
     bandwidth: float,
     args: argparse.Namespace,
 ) -> Timing:
-    """Sequences of `context` tokens (the keys and values of whatever is in their pages).
+    """Times decode steps of sequences of `context` tokens. Keys and values are whatever the pages
+    contain.
 
     Raises:
-      RuntimeError: a row's logits are NaN, with which all rows of a router have the same experts.
+      RuntimeError: a row's logits are NaN. Routers then choose the same experts for all rows.
     """
     plans = decode_plans(config, batch, context, args.steps + WARM, args.temperature)
     for plan in plans[:WARM]:
@@ -259,7 +265,8 @@ def over_touched(
     bandwidth: float,
     args: argparse.Namespace,
 ) -> list[Timing]:
-    """With floors of the experts that the rows had. The steps run again, as they were timed."""
+    """Adds floors that count the experts that the rows used. The same steps run again to find
+    them."""
     runs = (
         decode_plans(config, each.batch, each.context, args.steps + WARM, args.temperature)
         for each in timings
@@ -278,7 +285,7 @@ def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, step
 
 
 def profile_plans(runner: Runner, plans: list[StepPlan], what: str) -> None:
-    """Print the kernels of a step by the time they take; the first four plans warm up."""
+    """Prints the kernels of a step by their time. The first four plans warm up."""
     steps = len(plans) - 4
     for plan in plans[:4]:
         runner.collect(runner.launch(plan))

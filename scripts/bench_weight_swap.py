@@ -1,10 +1,10 @@
-"""Change the weights while streams run: how long loading takes, and the gap that streams see.
+"""Swaps the weights while streams run, and measures the load time and the gap in the streams.
 
     python scripts/random_checkpoint.py qwen3-4b /tmp/qwen3-4b
     python scripts/bench_weight_swap.py --model /tmp/qwen3-4b --json swap.json
 
-The weights are replaced by those of the same folder, which costs the same as others. For `beside`
-the card must have room for the weights twice: --kv-cache-memory-bytes leaves it.
+The new weights are from the same folder, which costs the same as any others. The mode `beside`
+needs memory for two sets of weights; set --kv-cache-memory-bytes so that it is free.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--swaps", type=int, default=3, help="of each kind")
+    parser.add_argument("--swaps", type=int, default=3, help="swaps of each kind")
     parser.add_argument("--kv-cache-memory-bytes", default="24Gi")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--cache-dir", help="for compiled programs; default: the server's")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     flags = {"kv_cache_memory_bytes": options.kv_cache_memory_bytes}
     if options.cache_dir:

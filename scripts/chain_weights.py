@@ -1,9 +1,9 @@
-"""Weights of a model's shape whose greedy output is known beforehand.
+"""Makes weights of a model's shape whose greedy output is known beforehand.
 
-After each token comes its successor on one circle through the tokenizer's ids (`successors`): the
-output matrix holds each token's embedding in its successor's row, and the layers, random otherwise,
-add hardly anything. Steps take as long as with any other weights of the shape. So a prompt can hold
-as much of the coming answer as a measurement of speculation wants.
+Each token is followed by its successor on one cycle through the tokenizer's ids (`successors`). The
+output matrix has each token's embedding in its successor's row. The layers are random, and scaled
+down so that they add almost nothing. Steps take as long as with other weights of the shape. So a
+measurement of speculation can put as much of the coming answer into a prompt as it needs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 TOKENIZER = Path(resolve.__file__).parent / "embedded"
 _SHARE = 1e-4
-"""Of their usual size, of the matrices that add to the residual stream. That is the size of the
-embeddings times the square root of their width."""
+"""Factor on the usual size of the matrices that add to the residual stream. The usual size is that
+of the embeddings times the square root of their width."""
 
 
 def successors() -> list[int]:
-    """Which token comes after each, of those that the tokenizer has: one circle in random order."""
+    """The successor of each of the tokenizer's tokens: one cycle in random order."""
     content = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
     ids = {*content["model"]["vocab"].values(), *(each["id"] for each in content["added_tokens"])}
     order = np.random.default_rng(1).permutation(max(ids) + 1)
@@ -40,8 +40,8 @@ def successors() -> list[int]:
 
 
 def write_shape(spec: ModelSpec, folder: Path) -> None:
-    """Write a folder of the shape, with an output matrix of its own, and of the embedded model's
-    tokenizer. It holds no weights: serve it with `--load-format dummy`."""
+    """Writes a model folder without weights: the shape, with an untied output matrix, and the
+    embedded model's tokenizer. Serve it with `--load-format dummy`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = hf_config(replace(spec, tie_embeddings=False))
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -50,11 +50,11 @@ def write_shape(spec: ModelSpec, folder: Path) -> None:
 
 
 def chained(params: Params) -> Params:
-    """Changes random weights to those of the module's first lines.
+    """Turns random weights into weights with known output, as the module describes.
 
     Args:
-      params: of a Qwen3 or Llama shape with an output matrix of its own; taken over. Matrices are
-        [out, in], not quantised.
+      params: of a Qwen3 or Llama shape with an untied output matrix. Matrices are [out, in], not
+        quantised. The arrays are consumed.
     """
     import jax
     import jax.numpy as jnp

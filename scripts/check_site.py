@@ -1,8 +1,8 @@
-"""Check every link of the built site: pages, pictures, style sheets, anchors.
+"""Checks every link of the built site: pages, pictures, style sheets and anchors.
 
     python scripts/check_site.py
 
-`make docs` runs it after the build. Links to other sites are counted, not followed.
+`make docs` runs it after the build. Links to other sites are counted, but not followed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Page(HTMLParser):
 
 
 def broken(site: Path) -> list[str]:
-    """Returns a line for each link whose file or anchor is not there."""
+    """Returns a line for each link whose file or anchor does not exist."""
     pages = {file: Page(file.read_text(encoding="utf-8")) for file in site.rglob("*.html")}
     return [
         f"{file.relative_to(site)}: {link}"

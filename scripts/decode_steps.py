@@ -1,4 +1,4 @@
-"""Steps of sequences that decode: their plans, and the bytes that they must move."""
+"""Plans of decode steps, and the bytes that such steps must move."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxserve_kernels.target import Target
 def decode_plans(
     config: RunnerConfig, batch: int, context: int, steps: int, temperature: float
 ) -> list[StepPlan]:
-    """Steps of `batch` sequences that hold `context` tokens; the first one admits them. With a
-    temperature each samples other tokens, so that experts are those of rows that differ."""
+    """Plans of decode steps of `batch` sequences with `context` tokens. The first one admits them.
+    With a temperature the sequences sample different tokens, so that rows use different experts."""
     admissions = tuple(
         Admission(slot, SamplingParams(max_tokens=steps, temperature=temperature, seed=slot))
         for slot in range(batch)
@@ -41,8 +41,8 @@ def decode_plans(
 
 
 def pages_of_groups(config: RunnerConfig, context: int, steps: int) -> list[range]:
-    """Of each cache group the places in its page table that `steps` steps read or write of a
-    sequence with `context` tokens. Other places have the padding page, which may hold NaN."""
+    """For each cache group, the page table entries that `steps` steps of a sequence with `context`
+    tokens read or write. Other entries have the padding page, which may contain NaN."""
     size = config.cache.page_size
     end = -(-(context + steps) // size)
     windows = (group.window for group in config.cache.groups)
@@ -50,14 +50,14 @@ def pages_of_groups(config: RunnerConfig, context: int, steps: int) -> list[rang
 
 
 def fits(config: RunnerConfig, batch: int, context: int, steps: int) -> bool:
-    """Whether the cache has the pages of `decode_plans`."""
+    """Whether the cache has enough pages for `decode_plans`."""
     pairs = zip(config.cache.groups, pages_of_groups(config, context, steps), strict=True)
     return all(batch * len(positions) <= group.usable_pages for group, positions in pairs)
 
 
 def kv_bytes(config: RunnerConfig, context: int) -> float:
-    """Of a sequence's tokens as full pages hold them, in all layers: of those with a window, of as
-    many as it has."""
+    """Bytes of a sequence's keys and values in all layers, as stored in full pages. Layers with a
+    window count only the tokens inside it."""
     total = 0.0
     for shape, group in zip(config.kv_shapes, config.spec.cache_groups, strict=True):
         page = config.kv_format.page_bytes(shape, config.dtype)
@@ -66,7 +66,7 @@ def kv_bytes(config: RunnerConfig, context: int) -> float:
 
 
 def state_bytes(config: RunnerConfig) -> int:
-    """Of a sequence's recurrent layers."""
+    """Bytes of a sequence's state in recurrent layers."""
     return tree_bytes(delta_net.abstract_state(config.spec, config.dtype, slots=1))
 
 
@@ -77,7 +77,7 @@ def step_bytes(
     context: int,
     touched: float | None = None,
 ) -> float:
-    """What a decode step must move; `touched`: see `weight_bytes`."""
+    """Bytes that a decode step must move. `touched`: see `weight_bytes`."""
     moved = weight_bytes(params, config.spec, batch, touched) + batch * kv_bytes(config, context)
     return moved + 2 * batch * state_bytes(config)
 
@@ -85,11 +85,12 @@ def step_bytes(
 def weight_bytes(
     params: decoder.Params, spec: ModelSpec, batch: int, touched: float | None = None
 ) -> int:
-    """Returns what a step of so many tokens must read of the weights: of an embedding that is not
-    the output matrix, too, a row for each token.
+    """Returns the bytes of weights that a step of `batch` tokens must read. An embedding that is
+    not also the output matrix counts one row for each token.
 
     Args:
-      touched: experts of a layer that some token has; None: as many as if each chose at random.
+      touched: number of experts per layer that any token uses; None: the expected number if tokens
+        choose at random.
     """
     total = tree_bytes(as_read(params, batch, target=Target.here()))
     if spec.experts:

@@ -1,9 +1,9 @@
-"""Write the tables of README and docs from the measurements, the planner and the flags.
+"""Writes the tables of README and docs from the measurements, the planner and the flags.
 
     python scripts/docs_tables.py
 
-A table stands between two comments that name it; a test compares each with what this makes. The
-numbers of a table are in the files that its last line links to.
+Each table is between two comments with its name. A test compares the pages with this script's
+output. The last line of a table links to the files with its numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LOADS = ("c1", "c8", "c32", "c64", "c128", "c256")
 TEXT = "pick it when"
 TEXTS = ("", TEXT, "GPU", "short names")
-"""The heads of columns that hold text."""
+"""Heads of the columns that contain text."""
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
@@ -42,7 +42,8 @@ def measured(name: str) -> Any:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *sources: str) -> str:
-    """Markdown: the first column is text, the others are numbers. Ends with links to `sources`."""
+    """A Markdown table, whose first column is text and the others numbers, then links to
+    `sources`."""
     ends = ["---" if name in TEXTS else "---:" for name in head[1:]]
     lines = [f"| {' | '.join(head)} |", f"|---|{'|'.join(ends)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
@@ -53,7 +54,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *sources: str) -> 
 
 
 def load(engine: str, point: str) -> dict[str, float] | None:
-    """A row of the closed loops by its columns' names."""
+    """A row of the closed loops, by its columns' names; None if there is none."""
     result = measured("side_by_side_h200")
     for row in result["load"][engine]:
         if row[0] == point:
@@ -133,7 +134,7 @@ def weight_steps() -> str:
 
 
 def experts() -> str:
-    """Of a layer over the floor, at many rows of a dense product's rate."""
+    """Times of a layer of experts over the floor; with many rows over a dense product's time."""
     result = measured("experts_h200")
     cases = [case for run in result["runs"] for case in run["experts"] if not case["dense"]]
     few = sorted({case["rows"] for case in cases} - {2048})
@@ -150,7 +151,8 @@ def experts() -> str:
 
 
 def expert_steps() -> str:
-    """Whole decode steps, and their times over those in which the card copies what they read."""
+    """Times of whole decode steps, and their ratio to the time of copying the bytes that they
+    read."""
     runs = measured("experts_h200")["steps"]
     sizes = sorted({timing["batch"] for run in runs for timing in run["timings"]})
     rows: list[list[str]] = []
@@ -216,7 +218,7 @@ WEIGHTS = {
     "int4": ("int4", "int4-rtn", "Memory or the speed of few users counts most."),
     "nvfp4": ("nvfp4", "nvfp4-rtn", "The checkpoint is NVFP4, or you compare with one."),
 }
-"""Format: its runs, its accuracy, when to pick it."""
+"""Format -> names of its speed runs and accuracy runs, and when to pick it."""
 
 
 def quantised_weights() -> str:
@@ -276,7 +278,7 @@ def kv_formats() -> str:
 
 
 def planned(gpu: str, line: str) -> Any:
-    """What `jaxserve plan` finds."""
+    """The result of `jaxserve plan`."""
     from jaxserve.commands.plan import estimate
 
     return estimate(parse_args(["--gpu", gpu, "--model", *line.split()], "plan"))
@@ -291,7 +293,7 @@ def named_models() -> str:
         try:
             found = planned("b200", f"{name} --quantization int4 --fp8-copy off")
             four = f"{found.weights / GIB:.1f}"
-        except ConfigError:  # its sizes are no multiples of what the kernels read
+        except ConfigError:  # its sizes are not multiples that the kernels support
             four = "\u2013"
         plain = planned("b200", f"{name} --gpu-memory 400Gi")
         sizes = (
@@ -329,7 +331,7 @@ SMALL = (
 
 
 def memory() -> str:
-    """Commands, and what they have: by the planner, whether or not anybody has such a card."""
+    """Commands and their memory according to the planner, also for cards that were never tried."""
     rows: list[list[str]] = []
     for line, gpu, name in SMALL:
         found = planned(gpu, line)
@@ -377,7 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(page: str, *, root: bool = False) -> str:
-    """The page with its tables as they are made now; `root`: it is not in docs/."""
+    """The page with new tables. `root`: the page is not in docs/."""
 
     def made(match: re.Match[str]) -> str:
         text = TABLES[match[2]]()

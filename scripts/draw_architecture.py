@@ -1,4 +1,4 @@
-"""Draw docs/figures/architecture.svg: threads, packages, and the data of one step.
+"""Draws docs/figures/architecture.svg: threads, packages, and the data of one step.
 
 python scripts/draw_architecture.py
 """
@@ -19,7 +19,7 @@ LANES = (
 
 
 class Box(NamedTuple):
-    """A part of the program: where it is, its name, what it does."""
+    """A part of the program: its position, name and purpose."""
 
     x: int
     y: int
@@ -62,7 +62,7 @@ ARROWS = (
 
 
 def svg() -> str:
-    """The drawing, as text; the same each time."""
+    """The drawing as SVG text. It is deterministic."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'font-family="sans-serif" font-size="13">',

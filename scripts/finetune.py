@@ -1,9 +1,9 @@
-"""Train the embedded model further for a minute on a CPU, save it with Orbax, and serve it.
+"""Fine-tunes the embedded model for a minute on a CPU, and saves it with Orbax, for serving.
 
     python scripts/finetune.py --out /tmp/tuned
     python -m jaxserve --model /tmp/tuned
 
-It learns to say who made it.
+The model learns to say who made it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 def step(
     model: jaxserve.flax.CausalLM, optimizer: nnx.Optimizer, ids: jax.Array, scored: jax.Array
 ) -> jax.Array:
-    """Take one step; returns the mean loss of the scored tokens. Both are [rows, length]."""
+    """Takes one training step. ids and scored are [rows, length]. Returns the mean loss of the
+    scored tokens."""
 
     def loss(model: jaxserve.flax.CausalLM) -> jax.Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(model(ids)[:, :-1], ids[:, 1:])
@@ -43,7 +44,7 @@ def step(
 
 
 def rows(tokenizer: HfTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the chats' ids, padded with zeros, and which of them are scored."""
+    """Returns the chats' token ids, padded with zeros, and which tokens are scored."""
     prompts = [tokenizer.encode(TURN.format(question)) for question in QUESTIONS]
     answer = tokenizer.encode(f"{ANSWER}<|im_end|>")
     length = max(map(len, prompts)) + len(answer)

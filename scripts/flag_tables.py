@@ -1,4 +1,4 @@
-"""Tables of flags, from the parsers: name, default, meaning."""
+"""Makes tables of flags from the argument parsers: name, default and meaning."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jaxserve.cli.options import _convert_parser, _parser
 
 
 def flags(title: str) -> str:
-    """The flags of serving in a group of the parser."""
+    """The serving flags in one group of the parser."""
     return _flags(next(group for group in _parser(None)._action_groups if group.title == title))
 
 
 def flags_of(command: str) -> str:
-    """The flags that only a command has."""
+    """The flags that only this command has."""
     return _flags(next(g for g in _parser(command)._action_groups if g.title == command))
 
 
 def flags_of_convert() -> str:
-    """The flags of `convert`, those that mean what they mean for serving by name only."""
+    """The flags of `convert`. Flags with the same meaning as in serving are listed by name only."""
     rows = _rows(_convert_parser()._action_groups[1])
     serving = {row for group in _parser(None)._action_groups for row in _rows(group)}
     same = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in rows if row in serving)
@@ -50,14 +50,15 @@ def _rows(group: argparse._ArgumentGroup) -> list[str]:
 
 
 def _values(text: str, choices: Iterable[str]) -> str:
-    """The values of a flag whose text does not name them all."""
+    """The choices of a flag, if its help text does not name all of them."""
     if all(re.search(rf"\b{value}\b", text) for value in choices):
         return ""
     return f" One of {', '.join(f'`{value}`' for value in choices)}."
 
 
 def _default(action: argparse.Action) -> tuple[str, str]:
-    """Meaning and default: the parser's, or the one that the text ends with."""
+    """Meaning and default of a flag. The default is the parser's, or the one at the end of the help
+    text."""
     text = action.help or ""
     if match := re.search(r" \(default: (.*)\)$", text):
         return text[: match.start()], match[1]

@@ -1,19 +1,19 @@
-"""Compare jaxserve's logits with transformers' on the same weights, teacher-forced.
+"""Compares jaxserve's logits with transformers' on the same weights, with teacher forcing.
 
     python scripts/gpu_parity.py --model-config qwen3-4b --json parity.json
     python scripts/gpu_parity.py --model-config tiny          # seconds, on a CPU
     python scripts/gpu_parity.py --model FOLDER               # real weights
 
-Needs torch and transformers beside jaxserve, which may lie on PYTHONPATH=.:kernels:checkpoints
-instead of being installed. transformers runs first, in a process of its own that gives back the
-device memory when it ends: in bfloat16, and in float32 as the truth. What bfloat16 alone costs
-transformers is the noise floor that jaxserve's differences are judged by:
+Needs torch and transformers. jaxserve may be on PYTHONPATH=.:kernels:checkpoints instead of being
+installed. transformers runs first, in a child process that frees the device memory when it ends: in
+bfloat16, and in float32 as the reference. The error of transformers in bfloat16 is the noise floor
+for jaxserve's differences:
 
-    regret      how much less likely our most likely token is than the reference's, in its logprobs
+    regret      the reference's logprob of its own most likely token minus that of ours
     |dlogprob|  over the reference's 64 most likely tokens
 
-Exit status 1 if a bound does not hold. The maximum is printed and not bounded: it grows with the
-number of positions.
+The exit status is 1 if a bound does not hold. The maximum is printed but not bounded: it grows with
+the number of positions.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from jaxserve_kernels.target import Target
 
 TOP = 64
 DECODED_TAIL = 16
-"""The last tokens of each sequence go through jaxserve's decode step, one at a time."""
+"""Number of last tokens of each sequence that run through jaxserve's decode step, one at a time."""
 MAX_REGRET = 0.20
 MAX_MEAN_OF_FLOOR = 2.0
 MAX_P99_OF_FLOOR = 1.6
 
 LENGTHS = {"tiny": (1, 20, 65), "full": (1, 20, 65, 257, 1025)}
-"""A single token, a tail alone, just past page and bucket edges."""
+"""Sequence lengths: a single token, only decoded tokens, and just past page and bucket sizes."""
 
 _ARCHITECTURE = "Qwen3ForCausalLM"
 LOGIT_STD = 4.0
-"""Spread of the logits: the best token then has a probability of about 0.2, not 1/vocab."""
+"""Standard deviation of the logits. The best token then has a probability of about 0.2, not
+1/vocab."""
 
 
 def hf_settings(name: str) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def hf_settings(name: str) -> dict[str, Any]:
 def reference_process(
     folder: Path, settings: dict[str, Any] | None, lengths: tuple[int, ...], seed: int, out: Path
 ) -> None:
-    """Weights (unless `settings` is None) to `folder`, tokens and transformers' logits to `out`."""
+    """Writes weights to `folder` (unless `settings` is None), and tokens and transformers' logits
+    to `out`."""
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -112,7 +114,8 @@ def reference_process(
 
 
 def write_random_model(folder: Path, settings: dict[str, Any], seed: int, device: str) -> None:
-    """Seeded bfloat16 weights that keep activations at their size and spread the logits."""
+    """Writes seeded bfloat16 weights that preserve the size of activations and spread the
+    logits."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -133,7 +136,8 @@ def write_random_model(folder: Path, settings: dict[str, Any], seed: int, device
 
 
 def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
-    """Float32 [length, vocab] of each sequence: prefilled, the last tokens decoded one by one."""
+    """Yields float32 logits [length, vocab] of each sequence. The last tokens are decoded one by
+    one, the others prefilled."""
     import functools
 
     from jaxserve.startup.environment import prepare
@@ -187,7 +191,7 @@ def jaxserve_logits(folder: Path, sequences: list[np.ndarray], dtype: str) -> It
 def step_tokens(
     sequence: np.ndarray, start: int, table: np.ndarray, page_size: int, tile_size: int
 ) -> Any:
-    """Tokens start… of one sequence as a step, padded to 64 if it is a prefill."""
+    """The tokens of a sequence from `start` on as a step, padded to 64 if it is a prefill."""
     from jaxserve.models.layer import StepTokens
     from jaxserve_kernels.kv_format import AttentionStep
     from jaxserve_kernels.paged_attention import QueryTiles
@@ -248,7 +252,7 @@ def summary(parts: list[dict[str, np.ndarray]]) -> dict[str, float]:
 
 
 def problems(results: dict[str, dict[str, float]], floor: str, judged: str) -> list[str]:
-    """Bounds that do not hold."""
+    """Returns a line for each bound that does not hold."""
     base, ours = results[floor], results[judged]
     bounds = {
         "regret_max": max(MAX_REGRET, 2 * base["regret_max"]),
@@ -263,7 +267,7 @@ def problems(results: dict[str, dict[str, float]], floor: str, judged: str) -> l
 
 
 def evaluate(folder: Path, out: Path, count: int, dtype: str) -> dict[str, dict[str, float]]:
-    """All comparisons, one sequence in memory at a time."""
+    """Makes all comparisons, with one sequence in memory at a time."""
     pairs: dict[str, list[dict[str, np.ndarray]]] = {
         "transformers bf16 vs f32": [],
         "jaxserve vs transformers bf16": [],

@@ -1,4 +1,4 @@
-"""Steps with a draft head over those without, of random weights: a part of `bench_speculation.py`.
+"""Measures step times with a random draft head over those without: part of `bench_speculation.py`.
 
 python scripts/head_costs.py --model qwen3-4b --head eagle3
 """
@@ -18,16 +18,16 @@ from jaxserve.models.drafts.spec import BlockDraft, ModelDraft
 from jaxserve.step_times import StepTimes
 
 FLAGS = ("--load-format", "dummy")
-"""Of the engine: no weights are read."""
+"""Flags of the engine: no weights are read."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="a named shape, or a folder")
     parser.add_argument("--head", required=True, choices=sorted(DRAFTS))
-    parser.add_argument("--layers", type=int, help="only the model's first")
-    parser.add_argument("--memory", type=float, default=0.8, help="share; heads come beside it")
-    parser.add_argument("--flags", default="", help="further flags of the engine, in one word")
+    parser.add_argument("--layers", type=int, help="only the model's first layers")
+    parser.add_argument("--memory", type=float, default=0.8, help="share, without heads")
+    parser.add_argument("--flags", default="", help="more engine flags, as one argument")
     args = parser.parse_args()
     found = costs(args.model, args.head, args.layers, args.memory, args.flags)
     print(json.dumps(found))
@@ -37,8 +37,8 @@ def costs(model: str, head: str, layers: int | None, memory: float, flags: str) 
     """Measures the steps without a head, and with one of `DRAFTS`.
 
     Returns:
-      The model, its layers, and for each kind of step and bucket milliseconds without and with the
-      head, their difference and ratio.
+      The model, its layers, and for each kind of step and bucket the milliseconds without and with
+      the head, their difference and their ratio.
     """
     from jaxserve.startup.environment import prepare
 
@@ -71,7 +71,7 @@ def costs(model: str, head: str, layers: int | None, memory: float, flags: str) 
 
 
 def _compared(without: dict[str, float], with_head: dict[str, float]) -> dict[str, Any]:
-    """By bucket."""
+    """Compares the times of each bucket."""
     return {
         bucket: {
             "without_ms": one,
@@ -84,7 +84,7 @@ def _compared(without: dict[str, float], with_head: dict[str, float]) -> dict[st
 
 
 def _random(config: Any) -> Any:
-    """Weights of the config's head."""
+    """Random weights for the config's head."""
     import jax.numpy as jnp
 
     from jaxserve.models import decoder
@@ -103,7 +103,7 @@ def _random(config: Any) -> Any:
 
 
 def _times(config: Any, params: Any, head: Any) -> StepTimes:
-    """Of a runner with the head, which is gone afterwards."""
+    """Step times of a runner with this head. The runner is freed afterwards."""
     from jaxserve.metrics.metrics import Metrics
     from jaxserve.runner.runner import Runner
     from jaxserve.startup.measure import measure

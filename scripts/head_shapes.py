@@ -1,4 +1,5 @@
-"""Draft heads of published sizes, and a draft model, for any model: shapes only, without jax."""
+"""Shapes of draft heads and draft models, with published sizes, for any model. Does not import
+jax."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from jaxserve.models.registry import NAMED_MODELS
 
 
 def dspark(spec: ModelSpec) -> BlockDraft:
-    """As DeepSpec publishes it, but for taps of a model with fewer layers."""
+    """DeepSpec's published head. The tapped layers are adapted to models with fewer layers."""
     return dataclasses.replace(
         dflash(spec),
         block=7,
@@ -23,7 +24,7 @@ def dspark(spec: ModelSpec) -> BlockDraft:
 
 
 def dflash(spec: ModelSpec) -> BlockDraft:
-    """As z-lab publishes it, with taps as above."""
+    """z-lab's published head, with tapped layers adapted as in `dspark`."""
     body = dataclasses.replace(spec, layers=(_layer(spec, qk_norm=True),) * 5, tie_embeddings=False)
     return BlockDraft(
         body=body,
@@ -35,7 +36,8 @@ def dflash(spec: ModelSpec) -> BlockDraft:
 
 
 def eagle3(spec: ModelSpec) -> Eagle3Draft:
-    """As AngelSlim publishes it, with taps as above: 32,000 tokens of its own."""
+    """AngelSlim's published head, with its own vocabulary of 32,000 tokens, and tapped layers
+    adapted as in `dspark`."""
     body = dataclasses.replace(
         spec,
         layers=(_layer(spec, qk_norm=False),),
@@ -47,13 +49,13 @@ def eagle3(spec: ModelSpec) -> Eagle3Draft:
 
 
 def mtp(spec: ModelSpec) -> MtpDraft:
-    """As Qwen publishes it beside Qwen3.5: a layer with full attention."""
+    """Qwen3.5's published head: one layer with full attention."""
     layer = next(each for each in spec.layers if each.attention is not None)
     return MtpDraft(body=dataclasses.replace(spec, layers=(layer,)))
 
 
 def _layer(spec: ModelSpec, *, qk_norm: bool) -> LayerSpec:
-    """One of the model's, with norms of queries and keys or without."""
+    """A layer of the model's size, with or without norms of queries and keys."""
     layer = spec.layers[0]
     assert layer.attention is not None
     return dataclasses.replace(
@@ -62,8 +64,8 @@ def _layer(spec: ModelSpec, *, qk_norm: bool) -> LayerSpec:
 
 
 def small(spec: ModelSpec) -> ModelDraft:
-    """A model of Qwen3-0.6B's layers with the model's tokens; of one of its own layers if it is not
-    larger than that."""
+    """A draft model of Qwen3-0.6B's layers with the model's vocabulary; one layer of the model
+    itself if the model is not larger than that."""
     body = NAMED_MODELS["qwen3-0.6b"]
     if spec.embed <= body.embed:
         body = dataclasses.replace(spec, layers=spec.layers[:1])
@@ -78,4 +80,4 @@ HEADS: dict[str, Callable[[ModelSpec], DraftSpec]] = {
 }
 
 DRAFTS: dict[str, Callable[[ModelSpec], DraftSpec]] = {**HEADS, "draft": small}
-"""With the draft model."""
+"""Heads, and the draft model, by name."""

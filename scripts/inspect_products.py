@@ -1,10 +1,10 @@
-"""Count the instructions of products with quantised weights, compiled for an H100: no GPU needed.
+"""Counts the instructions of products with quantised weights, compiled for an H100 without a GPU.
 
     .venv-compiler/bin/python scripts/inspect_products.py --formats int4,nvfp4
 
-For each format and method the innermost loop of the program for Qwen3-4B's gate and up: its
-instructions by name, and how many there are for each weight that a thread handles. Counts are not
-times; but a program cannot be faster than its warps can issue.
+For each format and method, prints the innermost loop of the program for Qwen3-4B's gate and up: its
+instructions by name, and their number for each weight that a thread handles. Counts are not times,
+but a program cannot be faster than its warps can issue instructions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def compiled(kernel: Any, name: str, launch: dict[str, Any]) -> Any:
 
 
 def report(name: str, method: str, kernel: Any, depth: int) -> None:
-    """`depth`: inputs that one turn of the loop handles."""
+    """Prints the counts. `depth`: inputs per iteration of the loop."""
     loop = max(loops(disassembled(kernel)), key=len)
     weights = ROWS * depth / THREADS
     counts = Counter(instruction.partition(".")[0] for instruction in loop)

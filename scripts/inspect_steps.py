@@ -1,10 +1,10 @@
-"""Compile the steps of a model for a GPU that is not here, and say what the programs look like.
+"""Compiles the steps of a model for a GPU that is not present, and describes the programs.
 
     python scripts/inspect_steps.py --target tests/aot/h100_80gb_hbm3.textproto --layers 4
 
-Needs no GPU: XLA's compiler for it (jax-cuda13-plugin), Triton with jax-triton, and the CUDA
-toolkit's ptxas. Without the device nothing is tuned, so products may use other kernels there;
-what is inside the CUDA graph, what is copied and how much scratch memory is taken is the same.
+Needs no GPU, but XLA's compiler for GPUs (jax-cuda13-plugin), Triton with jax-triton, and the CUDA
+toolkit's ptxas. Without the device XLA cannot tune, so products may use other kernels than on the
+device. The content of the CUDA graph, the copies and the scratch memory are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from jaxserve.startup.environment import prepare
 
 DUMP = tempfile.TemporaryDirectory()
-os.environ["JAX_PLATFORMS"] = "cpu"  # no client of the GPU is ever made
+os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU client is created
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={DUMP.name}"
 prepare(gpu_memory_utilization=0.9)
@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def topology_sharding(description: str) -> NamedSharding:
-    """Everything on the one GPU of the description."""
+    """A sharding that puts everything on the one GPU of the description."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="gpu", topology="1x1x1", target_config=description
     )
@@ -114,7 +114,7 @@ def inspect(
     kv_cache_dtype: str,
     draft: DraftSpec | None,
 ) -> dict[str, Any]:
-    """What the compiled step of a bucket holds."""
+    """Compiles the step of a bucket, and describes its program."""
     for old in Path(DUMP.name).iterdir():
         old.unlink()
     groups = len(spec.cache_groups)

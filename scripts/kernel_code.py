@@ -1,14 +1,14 @@
-"""Which kernels' machine code does a change alter? Compiles steps' kernels without a GPU.
+"""Finds the kernels whose machine code a change alters, without a GPU.
 
     .venv-compiler/bin/python scripts/kernel_code.py --out before     # in the tree as it was
     .venv-compiler/bin/python scripts/kernel_code.py --out after      # in the changed tree
     .venv-compiler/bin/python scripts/kernel_code.py --compare before after
 
-The first two write each different PTX into a folder, without comments, line numbers and names, and
-into its `launches.json` what each step launches, in order. A kernel whose PTX is the same is as
-fast as it was, and so is one of which ptxas makes the same machine code: only the others have to be
-timed. The comparison names those and ends with status 1 if there are any. Steps are those of
-`support_matrix.py`.
+The first two commands compile the kernels of the steps of `support_matrix.py`. They write each
+distinct PTX to a folder, without comments, line numbers and names, and the launches of each step,
+in order, to its `launches.json`. A kernel with the same PTX, or with the same machine code from
+ptxas, is as fast as before. The comparison names all other kernels, which have to be timed, and
+exits with status 1 if there are any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plain_ptx import plain
 from jaxserve_kernels import ptxas
 
 type Launches = dict[str, list[list[str]]]
-"""Of each step: the kernels' names, grids and the names of their PTX."""
+"""For each step, the kernels' names, grids and names of their PTX files."""
 
 
 def main() -> int:
@@ -73,7 +73,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def launch(capability: int, equation: Any, known: dict[Any, str], folder: Path) -> list[str]:
-    """A kernel's name, its grid, and the name of its PTX, which is compiled and kept once."""
+    """Returns a kernel's name, grid and the name of its PTX. Each PTX is compiled and written
+    once."""
     from jaxserve_kernels.pdl.describe import describe
 
     name, grid = equation.params["name"], str(equation.params["grid"])
@@ -90,7 +91,8 @@ def launch(capability: int, equation: Any, known: dict[Any, str], folder: Path) 
 
 
 def compare(before: Path, after: Path, pattern: str) -> int:
-    """Print which kernels' machine code differs in steps that both have; 1 if any does."""
+    """Prints the kernels whose machine code differs, in steps that both folders have. Returns 1 if
+    there are any."""
     old, new = (json.loads((each / "launches.json").read_text()) for each in (before, after))
     same, differ = set[str](), set[str]()
     changed: dict[tuple[str, str], list[str]] = {}

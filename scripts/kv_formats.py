@@ -1,4 +1,4 @@
-"""KV formats as scripts are told them."""
+"""An argparse type for lists of KV formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve_kernels.kv_format import NAMES
 
 
 def kv_formats(text: str) -> list[str]:
-    """The names of a list with commas, for argparse."""
+    """Parses a comma-separated list of KV formats, for argparse."""
     names = text.split(",")
     if unknown := set(names) - set(NAMES):
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(NAMES)}")

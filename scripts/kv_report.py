@@ -1,4 +1,4 @@
-"""What runs of KV formats say: medians, ratios of runs side by side, a table, a plot."""
+"""Reports runs of KV formats: medians, ratios of runs in the same turn, a table and a plot."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 
 
 def compared(runs: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """A point of each format from its runs: the middle one, all speeds, and their ratios to those
-    of the first format's runs in the same turns, ordered."""
+    """Summarises each format's runs at a point: the median run, all speeds, and the sorted ratios
+    to the first format's runs in the same turns."""
     base = next(iter(runs.values()))
     return {
         name: sorted(found, key=_speed)[(len(found) - 1) // 2]
@@ -32,7 +32,7 @@ def _speed(run: Mapping[str, Any]) -> float:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Tokens per second, and ratios to the first format's; a dash where none was measured."""
+    """Prints tokens per second, and ratios to the first format; a dash if nothing was measured."""
     formats: dict[str, dict[str, Any]] = result["formats"]
     if not formats:
         return
@@ -58,14 +58,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def cell(point: dict[str, Any]) -> str:
-    """Speed, median ratio, and where there are several the least and the greatest."""
+    """Speed and median ratio; with several runs also the smallest and the largest ratio."""
     ratios = point["ratios"]
     spread = f", {ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else ""
     return f"{point['tok_per_s']:,.0f} ({median(ratios):.3f}{spread})"
 
 
 def by_load(formats: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
-    """Which numbers of clients were measured with each load."""
+    """The numbers of clients that were measured for each load."""
     found: dict[str, set[int]] = {}
     for entry in formats.values():
         for point in entry["points"].values():
@@ -74,7 +74,7 @@ def by_load(formats: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
-    """Output tokens per second over clients, a panel for each load."""
+    """Plots output tokens per second over clients, with a panel for each load."""
     import matplotlib
 
     matplotlib.use("svg")

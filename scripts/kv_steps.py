@@ -1,4 +1,4 @@
-"""What encoding a KV format's pages adds to decode steps, for `bench_kv.py`."""
+"""Measures what encoding pages of a KV format adds to decode steps, for `bench_kv.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxserve.runner.runner import Runner
 
 
 def encode_share(runner: Runner, config: RunnerConfig, batch: int) -> dict[str, float] | None:
-    """What encoding adds to decode steps: the same step with none, some and all of its sequences
-    at the last token of a page. `share`: of a step, where sequences fill their pages in turn."""
+    """Times a decode step with none, some and all of its sequences at the last token of a page.
+    `share` is the part of a step that encoding takes if sequences fill their pages in turn."""
     group = config.kv_format.page_size
     if group is None:
         return None
@@ -39,7 +39,8 @@ def encode_share(runner: Runner, config: RunnerConfig, batch: int) -> dict[str, 
 def time_decode(
     runner: Runner, config: RunnerConfig, contexts: list[int], steps: int = 64
 ) -> float:
-    """Milliseconds per decode step of sequences that hold so many tokens of whatever is there."""
+    """Milliseconds per decode step of sequences with these context lengths. The content of the
+    cache is arbitrary."""
     per_seq = -(-(max(contexts) + 1) // config.cache.page_size)
     params = SamplingParams(max_tokens=steps, temperature=0.0)
     again = StepPlan(

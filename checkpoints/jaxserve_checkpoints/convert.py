@@ -43,7 +43,7 @@ def convert(
     One part is read while the previous one is written.
 
     Args:
-      made_from: JSON values that determine the file's content.
+      made_from: JSON values that identify the source and the settings of the conversion.
       progress: called with bytes written and bytes in all.
       by_layer: see `encoded_parts`.
 

@@ -21,10 +21,10 @@ def dummy_params[Tree](abstract: Tree, seed: int, encode: Encode = as_stored) ->
     """Returns the tree of `abstract` (floating-point ShapeDtypeStructs) with random arrays, each
     put through `encode`.
 
-    Each leaf, or layer of a stacked leaf, depends only on `seed` and its path. Vectors are norm
-    weights, 1 + 0.02 N(0, 1), or biases (names that end in "bias"), 0.02 N(0, 1). Matrices [...,
-    out, in] are N(0, 1/in), which keeps activations at their size from layer to layer (0.02 for a
-    width of 2560). Compiles once per distinct shape and dtype.
+    Each leaf, or layer of a stacked leaf, depends only on `seed` and its path. Vectors whose names
+    end in "bias" are 0.02 N(0, 1); other vectors are norm weights, 1 + 0.02 N(0, 1). Matrices [...,
+    out, in] are N(0, 1/in), so that activations have the same size in all layers. Compiles once per
+    distinct shape and dtype.
     """
     filling = Filling(abstract, encode)
     for part in leaf_parts(abstract):
@@ -38,7 +38,7 @@ def dummy_params[Tree](abstract: Tree, seed: int, encode: Encode = as_stored) ->
 def _maker(
     shape: tuple[int, ...], dtype: np.dtype[Any], sharding: Any, mean: float
 ) -> Callable[[np.uint32, np.uint32], jax.Array]:
-    """Returns a compiled function (seed, hash of the path) -> weights. `mean`: of vectors."""
+    """Returns a compiled function (seed, hash of the path) -> weights. `mean`: mean of vectors."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dummy weights are floating point, got {dtype} {list(shape)}")
 

@@ -1,4 +1,4 @@
-"""Loads a parameter tree from a checkpoint: concatenates and casts on the host, copies to the
+"""Loads a parameter tree from a checkpoint: assembles leaves on the host, and copies them to the
 device."""
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ type Progress = Callable[[int, int], None]
 """Called with (bytes on the device, bytes of the whole tree)."""
 
 type Place = Callable[[Any, Any], Any]
-"""Puts a host array, or a tree of them, on a device, given the leaf's sharding or None."""
+"""Puts a host array, or a tree of them, on a device. Arguments: the arrays, and the leaf's sharding
+or None."""
 
 type Plain = Checkpoint | OrbaxCheckpoint
-"""A checkpoint whose tensors are numbers as they are."""
+"""A checkpoint whose tensors are not quantised."""
 
 type Stored = Plain | QuantizedCheckpoint
-"""A checkpoint. Parts that a quantised one stores quantised are decoded, not encoded again."""
+"""Any checkpoint. Parts that are stored quantised are decoded, and not encoded again."""
 
 type Encode = Callable[[str, jax.Array], Any]
-"""Returns what the tree holds for a part, given its path and its array on the device: a plain or a
-quantised weight. It is traced for shapes, and must not depend on the layer in the path."""
+"""Returns the weight, plain or quantised, that the tree holds for a part. Arguments: the part's
+path and its array on the device. It is traced for shapes, and must not depend on the layer in the
+path."""
 
 MAX_BYTES_IN_FLIGHT = 1 << 30
-"""Bytes in flight. The runtime's pinned staging memory grows to the peak of unfinished copies and
-stays."""
+"""The most bytes in flight. The runtime's pinned staging memory grows to the peak of unfinished
+copies, and is not freed."""
 
 HOST_THREADS = max(4, min(16, os.cpu_count() or 1))
-"""Leaves that are put together at once: what Orbax stores is decompressed and transposed there."""
+"""Leaves that are assembled at once. Those threads also decompress and transpose Orbax arrays."""
 
 _BLOCK = 256
-"""Rows and columns of a transposed matrix that are copied at once: both sides stay in a core's
-cache."""
+"""Rows and columns of the blocks in which a transposed matrix is copied: source and target of a
+block stay in a core's cache."""
 
 
 def as_stored(path: str, array: jax.Array) -> jax.Array:
@@ -73,9 +75,10 @@ def load_params[Tree](
     """Returns the tree of `abstract` (ShapeDtypeStructs) with arrays of those shapes and dtypes,
     each put through `encode` as soon as it is on the device.
 
-    One group of leaves is assembled on the host while the previous group is copied. Both together
-    stay within `max_bytes_in_flight`, or two leaves if leaves are larger. Mapped file pages are
-    released after copying. On a CPU a leaf that needs no change may stay a view of the mapped file.
+    One group of leaves is assembled on the host while the previous group is copied. Both groups
+    together take at most `max_bytes_in_flight`, or two leaves if leaves are larger. Mapped file
+    pages are released after copying. On a CPU a leaf that needs no change may stay a view of the
+    mapped file.
 
     Raises:
       CheckpointError: see `resolve_rules`.
@@ -108,8 +111,8 @@ def load_params[Tree](
 def load_leaves[Tree](
     checkpoint: Plain, rules: Sequence[AnyRule], abstract: Tree, *, place: Place = jax.device_put
 ) -> Tree:
-    """Returns what `load_params` returns without encoding, and compiles nothing: each leaf is put
-    together on the host, a stacked one too.
+    """Like `load_params` without encoding, but compiles nothing: each leaf, even a stacked one, is
+    assembled on the host.
 
     Raises:
       CheckpointError: see `resolve_rules`.
@@ -141,14 +144,14 @@ def encoded_parts(
     *,
     by_layer: bool = True,
 ) -> Iterator[tuple[LeafPart, Any]]:
-    """Yields what `load_params` puts into the tree, part by part. The next part is read meanwhile.
+    """Yields the encoded parts of the tree of `load_params`, and reads the next part meanwhile.
 
     Parts without a layer come first, then layer by layer, stacked or not, because an encoder may
     need earlier layers.
 
     Args:
-      by_layer: False allows another order where it takes much less memory: of a checkpoint that
-        stores several layers in one piece.
+      by_layer: False allows another order if that takes much less memory, for checkpoints that
+        store several layers in one piece.
 
     Raises:
       CheckpointError: see `resolve_rules`.
@@ -191,7 +194,7 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
 
 class Filling[Tree]:
     """A tree of device arrays that is being filled. Stacked leaves are allocated first and filled
-    in place, so that the device never holds a second copy and its memory gets no holes."""
+    in place, so that the device holds no second copy, and its memory is not fragmented."""
 
     def __init__(
         self,
@@ -210,7 +213,7 @@ class Filling[Tree]:
                 self._leaves[part.owner] = jax.tree.map(zeros, shapes[part.owner])
 
     def put(self, part: LeafPart, array: jax.Array | PackedModules) -> None:
-        """Take one part. Each part of the tree must come exactly once."""
+        """Adds one part. Each part of the tree must come exactly once."""
         encoded = _encoded(self._encode, part.path, array)
         if not part.place:
             self._leaves[part.owner] = encoded
@@ -225,7 +228,7 @@ class Filling[Tree]:
         jax.block_until_ready(self._leaves)
 
     def tree(self) -> Tree:
-        """Returns the finished tree: what `encode` made of each leaf."""
+        """Returns the finished tree of encoded leaves."""
         leaves = [self._leaves[path] for path, _ in leaf_paths(self._abstract)]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
@@ -251,7 +254,8 @@ def _encoded(encode: Encode, path: str, array: Any) -> Any:
 def _encoded_leaves(
     abstract: Any, encode: Encode, packed: Mapping[str, PackedModules]
 ) -> dict[str, Any]:
-    """Returns what replaces each leaf, in leaf order. Stacked leaves keep their leading axis."""
+    """Returns the encoded form of each leaf, in leaf order. Stacked leaves keep their leading
+    axis."""
     whole = {path: leaf.shape for path, leaf in leaf_paths(abstract)}
     parts: dict[str, LeafPart] = {}
     for part in leaf_parts(abstract):
@@ -314,7 +318,7 @@ def _read(checkpoint: Plain, name: str, source: LeafSource) -> AnyArray:
 
 
 def _copy(target: AnyArray, part: AnyArray) -> None:
-    """Copy and cast. Equal dtypes are copied as bytes, without the interpreter's lock."""
+    """Copies and casts. Equal dtypes are copied as bytes, without the interpreter's lock (GIL)."""
     if target.dtype == part.dtype and part.ndim:
         bits = np.dtype(f"u{part.dtype.itemsize}")
         target, part = target.view(bits), part.view(bits)
@@ -346,7 +350,7 @@ def _in_whole_arrays(checkpoint: Stored) -> bool:
 
 
 def release(checkpoint: Stored, sources: Sequence[LeafSource]) -> None:
-    """Forget the bytes of tensors that were used."""
+    """Releases the memory of tensors that were used."""
     for source in sources:
         for name in source.tensors:
             checkpoint.release(name)

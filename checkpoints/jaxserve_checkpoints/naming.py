@@ -59,16 +59,17 @@ class LeafPart(NamedTuple):
     owner: str
     """The path of the tree's leaf."""
     place: tuple[int, ...]
-    """On the leaf's leading axes; empty if the leaf is not stacked."""
+    """Indices on the leaf's leading axes; empty if the leaf is not stacked."""
 
     @property
     def numbers(self) -> dict[str, str]:
-        """What the words of a rule's leaf stand for: the path's "layer" and "expert"."""
+        """The numbers that the braced words of a rule stand for: the path's "layer" and
+        "expert"."""
         return {match[1]: match[2] for match in _NUMBERED.finditer(self.path)}
 
     @property
     def layer(self) -> int | None:
-        """None: it belongs to no layer."""
+        """The part's layer; None if it belongs to no layer."""
         number = self.numbers.get("layer")
         return None if number is None else int(number)
 
@@ -88,12 +89,12 @@ class LeafSource:
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
-        """What is done to the tensors, in order."""
+        """The transforms of the tensors, in order."""
         return self.rule.transforms
 
     @property
     def share(self) -> Split | Element | None:
-        """Which part of its tensors the leaf takes; None: all."""
+        """The part of its tensors that the leaf takes; None: all."""
         parts = (each for each in self.transforms if isinstance(each, Split | Element))
         return next(parts, None)
 
@@ -146,13 +147,13 @@ def leaf_parts(tree: Any) -> list[LeafPart]:
 
 
 def generic(path: str) -> str:
-    """Returns the path of a part without its numbers, "layers.experts.down": the same for all parts
-    that may be stacked."""
+    """Returns the path of a part without its numbers, "layers.experts.down". It is the same for all
+    parts that may be stacked together."""
     return _NUMBER.sub(r"\1.", path)
 
 
 def with_words(path: str) -> str:
-    """Returns the path of a part as a rule has it, "layers.{layer}.experts.{expert}.down"."""
+    """Returns the path of a part as in rules, "layers.{layer}.experts.{expert}.down"."""
     return _NUMBERED.sub(r"\1s.{\1}.", path)
 
 
@@ -163,7 +164,7 @@ def resolve_rules(rules: Sequence[AnyRule], abstract: Any, checkpoint: Tensors) 
     allows otherwise. Shapes and kinds of dtype must agree.
 
     Raises:
-      CheckpointError: lists everything that is wrong.
+      CheckpointError: leaves and tensors do not match. The message lists every problem.
     """
     found = _Findings()
     fills = [rule for rule in rules if isinstance(rule, Rule)]
@@ -200,7 +201,7 @@ def _resolve_part(
 
 
 def _source(part: LeafPart, rule: Rule, numbers: Mapping[str, str]) -> LeafSource:
-    """Returns what a rule says of a part, with numbers in place of words."""
+    """Applies a rule to a part: replaces the words in the rule's sources by the part's numbers."""
     transforms = tuple(
         replace(each, index=int(numbers[str(each.index)])) if isinstance(each, Element) else each
         for each in rule.transforms
@@ -214,7 +215,7 @@ def _pattern(leaf: str) -> re.Pattern[str]:
 
 
 def substitute(source: str, numbers: Mapping[str, str]) -> str:
-    """Returns a tensor's name in which numbers stand for the words."""
+    """Replaces the braced words in a tensor's name by numbers."""
     return WORD.sub(lambda match: numbers[match[1]], source)
 
 
@@ -263,15 +264,15 @@ def _concatenated(shapes: list[tuple[int, ...]], axis: int) -> tuple[int, ...] |
 
 
 def _castable(source: np.dtype[Any], target: Any) -> bool:
-    """Returns whether a dtype may be converted. Plain weights convert between float formats; codes
-    (integers, float8) never convert."""
+    """Returns whether a dtype may be cast to another. Plain weights may be cast between float
+    dtypes; codes (integers, float8) are never cast."""
     floats = ("float16", "bfloat16", "float32", "float64")
     target = np.dtype(target)
     return source == target or (source.name in floats and target.name in floats)
 
 
 def _check_usage(rules: Sequence[AnyRule], checkpoint: Tensors, found: _Findings) -> None:
-    """Check that each tensor is used once, or in all its parts, or may be left over."""
+    """Checks that each tensor is used once, or in all its parts, or may stay unused."""
     used: dict[str, list[Split | Element | None]] = {}
     for source in found.sources:
         for name in source.tensors:
@@ -303,8 +304,8 @@ def _allows(rule: Ignore, name: str, checkpoint: Tensors) -> bool:
 
 
 def _misuse(shares: list[Split | Element | None], shape: tuple[int, ...]) -> str | None:
-    """Returns what is wrong with the use of one tensor of this shape, given the part that each leaf
-    takes."""
+    """Returns the problem with the use of one tensor of this shape, given the part that each leaf
+    takes; None if there is none."""
     first = shares[0]
     if first is None or any(share is None for share in shares):
         return f"used {len(shares)} times" if len(shares) > 1 else None

@@ -4,9 +4,9 @@
 
 The file is a safetensors file, which other tools can read. It has one tensor for each array of each
 part, "layers.3.qkv.packed". Parts that the engine stacks are adjacent, so a whole stack is one
-range of the file. Tensors that fill whole pages begin on one. The metadata has JSON under
-"jaxserve": the format's version, the weight type of each leaf, what the file was made from, and a
-64-bit XXH3 checksum of every tensor. The checksum finds damage, not tampering.
+range of the file. Tensors that fill whole pages begin at a page boundary. The metadata has JSON
+under "jaxserve": the format's version, the weight type of each leaf, the source and settings of the
+conversion, and a 64-bit XXH3 checksum of every tensor. The checksum detects damage, not tampering.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Description:
     """The content of the metadata."""
 
     made_from: Mapping[str, Any]
-    """Source and settings as JSON values. Conversions with equal ones are equal."""
+    """Source and settings as JSON values. Conversions with equal values have equal content."""
     types: Mapping[str, str]
     """Quantised leaves ("layers.qkv" for all layers) -> name of their weight type."""
     checksums: Mapping[str, str]
     """The `checksum` of each tensor's bytes."""
 
     def to_json(self) -> str:
-        """Returns the JSON of the description's file."""
+        """Returns the description as JSON."""
         content = {
             "format": FORMAT,
             "made_from": self.made_from,
@@ -68,12 +68,12 @@ class Description:
 
 @dataclass(frozen=True)
 class NativeCheckpoint:
-    """An opened checkpoint of the engine's own format, or one with the same tensors in Orbax."""
+    """An opened checkpoint in the engine's own format, or in Orbax with the same tensors."""
 
     tensors: Checkpoint | OrbaxCheckpoint
     description: Description
     file: str = FILE
-    """The file's name, unless the tensors are Orbax's."""
+    """The file's name. Not used for Orbax."""
 
     @property
     def place(self) -> Path:
@@ -85,7 +85,7 @@ class NativeCheckpoint:
         """Returns the tree of plain ShapeDtypeStructs `abstract` with the file's weight types.
 
         Raises:
-          CheckpointError: a type is unknown, or has another shape than the plain weight.
+          CheckpointError: a type is unknown, or its shape differs from that of the plain weight.
         """
         firsts = [part for part in leaf_parts(abstract) if not any(part.place)]
         leaves = [
@@ -95,8 +95,8 @@ class NativeCheckpoint:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def part(self, path: str) -> Any:
-        """Returns one part on the host, "layers.3.qkv": an array, or a quantised weight of arrays.
-        The type is known, see `encoded`."""
+        """Returns one part on the host, e.g. "layers.3.qkv": an array, or a quantised weight of
+        arrays. Call `encoded` first: it checks the types."""
         names = self._arrays(path)
         if names is None:
             return self.tensors.read(path)
@@ -118,7 +118,7 @@ class NativeCheckpoint:
         return {field: tensor for field, tensor in arrays.items() if tensor in self.tensors}
 
     def rules(self) -> list[AnyRule]:
-        """Returns rules by which each tensor fills the part that it is named after."""
+        """Returns rules that map each tensor to the part with its name."""
         names = {with_words(name) for name in self.tensors.names}
         return [Rule(name, (name,)) for name in sorted(names)]
 
@@ -129,7 +129,7 @@ class NativeCheckpoint:
           progress: called with the number of bytes of each tensor.
 
         Raises:
-          CheckpointError: names the damaged tensors.
+          CheckpointError: checksums differ. The message names the first damaged tensor.
         """
 
         def damaged(name: str) -> bool:
@@ -151,7 +151,7 @@ class NativeCheckpoint:
             )
 
     def _encoded_leaf(self, first: LeafPart, leaf: jax.ShapeDtypeStruct) -> Any:
-        """Returns what replaces a leaf, given its first part."""
+        """Returns the encoded form of a leaf, given its first part."""
         name = self.description.types.get(generic(first.path))
         if name is None:
             return leaf
@@ -177,14 +177,17 @@ class NativeCheckpoint:
 
 
 def _stands_for(shape: tuple[int, ...], plain: tuple[int, ...]) -> bool:
-    """Whether a quantised weight of the shape may be there for a plain one: it may have more
-    inputs, up to a multiple of what kernels read."""
+    """Whether a quantised weight of this shape may replace a plain one. It may have more inputs,
+    padded to the multiple that kernels need."""
     return shape[:-1] == plain[:-1] and 0 <= shape[-1] - plain[-1] < layout.TILE_IN
 
 
 def open_native(folder: Path, name: str = FILE) -> NativeCheckpoint:
-    """Open a folder's file. Raises CheckpointError if it is missing, damaged or of another
-    version."""
+    """Opens a folder's file.
+
+    Raises:
+      CheckpointError: it is missing, damaged or of another version.
+    """
     file = folder / name
     try:
         entries, metadata = read_header(file)
@@ -194,17 +197,21 @@ def open_native(folder: Path, name: str = FILE) -> NativeCheckpoint:
 
 
 def is_native(step: OrbaxStep) -> bool:
-    """Returns whether the arrays of an Orbax checkpoint are the engine's own."""
+    """Returns whether an Orbax checkpoint holds tensors in the engine's own format."""
     return METADATA in step.added
 
 
 def open_native_step(step: OrbaxStep) -> NativeCheckpoint:
-    """Open an Orbax checkpoint of the engine's own tensors. CheckpointError: as `open_native`."""
+    """Opens an Orbax checkpoint of tensors in the engine's own format.
+
+    Raises:
+      CheckpointError: see `open_native`.
+    """
     return NativeCheckpoint(open_plain(step), _description(step.root, step.added))
 
 
 def _description(file: Path, metadata: Mapping[str, Any]) -> Description:
-    """Returns what the metadata say. CheckpointError: nothing, or it is of another version."""
+    """Parses the metadata. CheckpointError: it is missing, or of another version."""
     try:
         content = json.loads(metadata[METADATA])
         number = content["format"]
@@ -231,6 +238,6 @@ def types_of(abstract: Any, encoded: Any) -> dict[str, str]:
 
 
 def checksum(array: AnyArray) -> str:
-    """Returns 16 hexadecimal digits for a contiguous array's bytes. Releases the interpreter's
-    lock."""
+    """Returns the XXH3 checksum of a contiguous array's bytes as 16 hexadecimal digits. Releases
+    the interpreter's lock (GIL)."""
     return xxhash.xxh3_64_hexdigest(array.reshape(-1).view(np.uint8))

@@ -1,13 +1,13 @@
 """Writes the engine's own checkpoint, and continues where an earlier writer was killed.
 
     .jaxserve.safetensors.partial    the unfinished file, at its full size from the start
-    .jaxserve.safetensors.journal    what it is made from, then each tensor that is written
+    .jaxserve.safetensors.journal    source and settings, then an entry for each written tensor
 
 Files of Hugging Face's tensors are written in the same way, under their own name.
 
-A tensor's entry in the journal follows its bytes and has their checksum. The next writer keeps the
-tensor only if the bytes still match. The file gets its header and name after everything was read
-back. A lock on the folder excludes other writers.
+A tensor's journal entry is written after the tensor's bytes, and has their checksum. The next
+writer keeps the tensor only if the bytes still match. When all tensors are written they are read
+back; only then the file gets its header and its name. A lock on the folder excludes other writers.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class NativeWriter:
         *,
         file: str = FILE,
     ):
-        """Create or continue the file.
+        """Creates or continues the file.
 
         Args:
           tensors: an object with shape and dtype for each name, in file order.
           made_from, types: see `native.Description`.
-          file: its name.
+          file: the file's name.
 
         Raises:
           Busy: another process writes into the folder.
@@ -107,7 +107,7 @@ class NativeWriter:
 
     @property
     def written(self) -> frozenset[str]:
-        """Names of the tensors that are written."""
+        """Names of the tensors that have been written."""
         return frozenset(self._checksums)
 
     @property
@@ -116,8 +116,11 @@ class NativeWriter:
         return self._size
 
     def write(self, name: str, array: AnyArray) -> None:
-        """Write one tensor. OSError if the disk is full or fails; the next writer keeps what is
-        written."""
+        """Writes one tensor.
+
+        Raises:
+          OSError: the disk is full or fails. The next writer keeps the tensors written so far.
+        """
         place = self._places[name]
         assert (array.dtype, array.shape) == (place.dtype, place.shape), name
         content = np.ascontiguousarray(array)
@@ -131,7 +134,7 @@ class NativeWriter:
             self._note(f"{value} {name}")
 
     def finish(self) -> Path:
-        """Read everything back and give the file its name.
+        """Reads everything back and gives the file its name.
 
         Raises:
           CheckpointError: the bytes read differ from those written.
@@ -168,7 +171,7 @@ class NativeWriter:
     def _allocate(self) -> None:
         """Allocate the whole file, so that a full disk is reported before any work is done."""
         try:
-            os.ftruncate(self._file, self._size)  # that of another conversion may be longer
+            os.ftruncate(self._file, self._size)  # the file of another conversion may be longer
             os.posix_fallocate(self._file, 0, self._size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
@@ -203,12 +206,12 @@ class NativeWriter:
 
 
 def _in_words(size: int) -> str:
-    """Formats a size so that two sizes that differ by a hundredth look different."""
+    """Formats a size with enough digits to tell sizes apart that differ by 1 %."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
 def discard(folder: Path, file: str = FILE) -> None:
-    """Remove a checkpoint and what an unfinished writer left."""
+    """Removes a checkpoint, and the working files of an unfinished writer."""
     for each in (*_working_files(folder, file), folder / file):
         with contextlib.suppress(OSError):
             each.unlink()
@@ -241,7 +244,7 @@ def _header(places: Mapping[str, _Place], description: Description) -> bytes:
     checksums."""
     checksums = dict.fromkeys(places, _NO_CHECKSUM) | dict(description.checksums)
     described = replace(description, checksums=checksums).to_json()
-    # Hugging Face's libraries want to know who made a file: any framework with rows first will do.
+    # Hugging Face's libraries require a format; any framework with row-major tensors will do.
     content: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA: described}}
     for name, place in places.items():
         content[name] = {

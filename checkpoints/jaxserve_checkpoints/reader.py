@@ -23,7 +23,7 @@ type AnyArray = NDArray[Any]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NATIVE_FILE = "jaxserve.safetensors"
-"""The engine's own: see `native`."""
+"""File name of the engine's own format: see `native`."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -43,7 +43,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""Names in safetensors of the dtypes that fill whole bytes; stored little-endian."""
+"""dtypes by their names in safetensors: those that fill whole bytes. Stored little-endian."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -52,12 +52,12 @@ _MAX_LISTED = 20
 
 
 class CheckpointError(Exception):
-    """A model folder or name cannot be used. The message says what is wrong with which."""
+    """A model folder or name cannot be used. The message names it and the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor's place: bytes [start, end) of `file`."""
+    """The location of one tensor: bytes [start, end) of `file`."""
 
     file: Path
     dtype: np.dtype[Any]
@@ -91,7 +91,7 @@ class Checkpoint:
         return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor, as the checkpoint has it."""
+        """Returns the shape of a tensor, as stored."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -109,7 +109,7 @@ class Checkpoint:
         return entry.end - entry.start
 
     def segment(self, name: str) -> Segment:
-        """Returns where the tensor's bytes lie."""
+        """Returns the location of the tensor's bytes."""
         entry = self._entry(name)
         return Segment(entry.file, entry.start, entry.end - entry.start)
 
@@ -121,7 +121,7 @@ class Checkpoint:
         )
 
     def release(self, name: str) -> None:
-        """Take the tensor's pages out of this process's resident memory.
+        """Removes the tensor's pages from this process's resident memory.
 
         Views stay valid: touching them brings the bytes back from the page cache or the disk.
         """
@@ -139,11 +139,13 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Map `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+    """Maps `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
-    All headers are checked here against the sizes of their files, so that later reads cannot
-    fail. CheckpointError: folder or shards missing, truncated or corrupt files, index and shards
-    that disagree.
+    Checks all headers against the sizes of their files, so that later reads cannot fail.
+
+    Raises:
+      CheckpointError: the folder or shards are missing, files are truncated or corrupt, or index
+        and shards disagree.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -214,9 +216,12 @@ def _merge(folder: Path, files: list[Path]) -> dict[str, TensorEntry]:
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """Parse and check one file's header: its tensors, and its metadata.
+    """Parses and checks one file's header. Returns its tensors and its metadata.
 
-    Offsets in the result count from the file's start. CheckpointError: truncated or corrupt.
+    Offsets in the result count from the file's start.
+
+    Raises:
+      CheckpointError: the file is truncated or corrupt.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -264,7 +269,7 @@ def _parse_header(file: Path, text: bytes) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, value: Any, data_start: int) -> TensorEntry:
-    """One header entry, with its byte count checked against its shape."""
+    """Parses one header entry, and checks its byte count against its shape."""
     fields = _fields(value)
     if fields is None:
         raise CheckpointError(f"{file}: corrupt header: entry of tensor {name!r} is {value!r:.200}")
@@ -296,7 +301,7 @@ def _fields(value: Any) -> tuple[str, tuple[int, ...], int, int] | None:
 
 
 def _check_layout(file: Path, entries: dict[str, TensorEntry], data_start: int, size: int) -> None:
-    """Tensors follow each other without gap or overlap and end where the file ends."""
+    """Checks that tensors follow each other without gap or overlap, up to the end of the file."""
     position = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != position:

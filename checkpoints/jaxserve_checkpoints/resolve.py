@@ -1,4 +1,4 @@
-"""From what a user calls a model to a local folder with its files."""
+"""Resolves a user's name for a model to a local folder with its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMBEDDED_NAME = "jaxserve-embedded"
 """The small model that ships inside this package."""
 
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
-"""What is downloaded: weights, configuration, tokenizer and chat template."""
+"""Patterns of the files to download: weights, configuration, tokenizer and chat template."""
 
 EMBEDDED_FILES = ("config.json", SINGLE_FILE, "tokenizer.json")
 
@@ -36,17 +36,21 @@ def resolve_model(
     revision: str | None = None,
     tokenizer: bool = True,
 ) -> Path:
-    """Folder of a model given as a folder, EMBEDDED_NAME, one of `names` (any case) or
-    "org/name".
+    """Returns the folder of a model.
 
-    A complete copy in the Hub cache (`download_dir`, default the cache that huggingface_hub uses)
-    is taken as it is, without a look at the network; otherwise the files are downloaded into that
-    cache, with progress bars if stderr is a terminal. CheckpointError: nothing of that name,
-    incomplete folder, not reachable.
+    A complete copy in the Hub cache is used without network access. Otherwise the files are
+    downloaded into that cache, with progress bars if stderr is a terminal.
 
     Args:
+      model: a folder, EMBEDDED_NAME, one of `names` (in any case), or "org/name" on the Hub.
       names: short names, in lower case, and their repositories on the Hub.
-      tokenizer: a copy without tokenizer.json is not complete.
+      download_dir: the Hub cache; default: that of huggingface_hub.
+      revision: branch, tag or commit on the Hub; default: the main branch.
+      tokenizer: whether a copy needs tokenizer.json to be complete.
+
+    Raises:
+      CheckpointError: no model has that name, the folder is incomplete, or the Hub cannot be
+        reached.
     """
     folder = _local_folder(model) if model else None
     if folder is not None:
@@ -80,7 +84,7 @@ def embedded_model() -> Path:
     """Folder of the small model that ships inside this package.
 
     Raises:
-      CheckpointError: a file of it is missing.
+      CheckpointError: one of its files is missing.
     """
     folder = Path(str(importlib.resources.files("jaxserve_checkpoints"))) / "embedded"
     missing = [name for name in EMBEDDED_FILES if not (folder / name).is_file()]
@@ -95,7 +99,7 @@ def _local_folder(model: str) -> Path | None:
     """The folder if `model` is one, None if it can only be a name."""
     try:
         path = Path(model).expanduser()
-    except RuntimeError:  # ~name of a user that there is not
+    except RuntimeError:  # ~name of an unknown user
         raise CheckpointError(f"{model}: no such folder") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -150,7 +154,7 @@ def _snapshot(
 
 
 def _has_weights(folder: Path) -> bool:
-    """config.json and all weights are there; a download may have been interrupted."""
+    """Whether config.json and all weights exist. A download may have been interrupted."""
     if not (folder / "config.json").is_file():
         return False
     if (folder / SINGLE_FILE).is_file():
@@ -178,7 +182,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class _ProgressBars:
-    """huggingface_hub's progress bars, off for the duration unless `shown`."""
+    """Context manager that turns off huggingface_hub's progress bars unless `shown`."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown

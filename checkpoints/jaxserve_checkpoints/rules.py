@@ -1,4 +1,5 @@
-"""How tensors of a checkpoint make up the leaves of a parameter tree, as data. Without jax."""
+"""Rules, as data, for building the leaves of a parameter tree from a checkpoint's tensors. No
+jax."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ type Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transpose:
-    """The last two axes change places: [..., a, b] becomes [..., b, a]."""
+    """Swaps the last two axes: [..., a, b] becomes [..., b, a]."""
 
     def shape(self, shape: Shape) -> Shape:
         """Returns the shape of `apply`'s result for an array of this shape."""
@@ -31,7 +32,7 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Split:
-    """Part number `index` of `parts` equal ones along `axis`. Other leaves take the other parts."""
+    """Takes part `index` of `parts` equal parts along `axis`. Other leaves take the other parts."""
 
     parts: int
     index: int
@@ -48,10 +49,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Element:
-    """One entry along `axis`, which is gone then. Other leaves take the other entries."""
+    """Takes one entry along `axis`, and removes the axis. Other leaves take the other entries."""
 
     index: int | str
-    """In a rule the braced word of its leaf that stands for the number: "expert"."""
+    """A number, or in a rule the name of the braced word that stands for it: "expert"."""
     axis: int = 0
 
     def shape(self, shape: Shape) -> Shape:
@@ -65,8 +66,8 @@ class Element:
 
 @dataclass(frozen=True)
 class Reorder:
-    """Entries `groups` apart along `axis` come next to each other: 0, groups, 2 groups, ..., then
-    1, 1 + groups, ... Two groups turn interleaved gate and up into gate, then up."""
+    """Moves entries that are `groups` apart along `axis` next to each other: 0, groups, 2 groups,
+    ..., then 1, 1 + groups, ... With 2 groups, interleaved gate and up become gate, then up."""
 
     groups: int
     axis: int = 0
@@ -85,7 +86,7 @@ class Reorder:
 
 @dataclass(frozen=True)
 class Scale:
-    """Times `factor`, computed in float32 and rounded to the tensor's dtype."""
+    """Multiplies by `factor` in float32, and rounds to the tensor's dtype."""
 
     factor: float
 
@@ -98,7 +99,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Offset:
-    """Plus `summand`, in float32: weights around 0 become weights around 1 without rounding."""
+    """Adds `summand`; the result is float32. Turns weights around 0 into weights around 1 without
+    rounding."""
 
     summand: float
 
@@ -111,7 +113,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class Squeeze:
-    """Without an axis of size 1."""
+    """Removes an axis of size 1."""
 
     axis: int
 
@@ -128,7 +130,7 @@ type Transform = Transpose | Split | Element | Reorder | Scale | Offset | Squeez
 
 
 def _check_divisible(shape: Shape, axis: int, parts: int) -> None:
-    """ValueError: the axis is not there, or not made of so many equal parts."""
+    """Raises ValueError if the axis does not exist, or is not divisible into `parts`."""
     if len(shape) <= axis or shape[axis] % parts:
         raise ValueError(f"{list(shape)} has no {parts} equal parts along axis {axis}")
 
@@ -143,11 +145,11 @@ def _along(axis: int, part: slice | int) -> tuple[slice | int, ...]:
 
 @dataclass(frozen=True)
 class Rule:
-    """The leaf is its sources, each put through `transforms` in their order, concatenated along
-    `axis`.
+    """Builds a leaf: applies `transforms` in order to each of `sources`, and concatenates the
+    results along `axis`.
 
-    `{layer}` (or any other braced word) in `leaf` stands for a number, which replaces the same
-    word in `sources`. Tensors of quantised modules cannot be transformed.
+    `{layer}` (or any other braced word) in `leaf` stands for a number, which replaces the same word
+    in `sources`. Tensors of quantised modules cannot be transformed.
     """
 
     leaf: str
@@ -155,7 +157,7 @@ class Rule:
     axis: int = 0
     transforms: tuple[Transform, ...] = ()
     otherwise: Rule | None = None
-    """What fills the leaf in a checkpoint that has none of the sources."""
+    """The rule to use if the checkpoint has none of the sources."""
 
     def __post_init__(self) -> None:
         known = set(WORD.findall(self.leaf))
@@ -169,16 +171,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Ignore:
-    """Tensors with names like `pattern` (`*`, `?`) may stand in a checkpoint unused."""
+    """Tensors whose names match `pattern` (`*`, `?`) may stay unused."""
 
     pattern: str
     only_zeros: bool = False
-    """If all their numbers are 0."""
+    """Only if all their elements are 0."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`tensor` may stand in a checkpoint as a repetition of `original`, with the same shape."""
+    """A checkpoint may contain `tensor` as a copy of `original`, with the same shape."""
 
     tensor: str
     original: str

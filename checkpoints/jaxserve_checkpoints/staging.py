@@ -1,8 +1,8 @@
-"""Bytes of files, or of arrays on the host, to arrays on a GPU, through two pinned buffers.
+"""Copies bytes of files, or of host arrays, to arrays on a GPU through two pinned buffers.
 
-Several threads read into one buffer while the other is on its way to the device, so host memory
-stays at the size of the buffers whatever the size of the weights. From the page cache this reaches
-the rate of the bus: 26 GB/s on an H200, 11 through `jax.device_put` of mapped files.
+Several threads read into one buffer while the other is copied to the device. So host memory is
+limited to the buffers, whatever the size of the weights. From the page cache this reaches the rate
+of the bus: 26 GB/s on an H200, compared to 11 with `jax.device_put` of mapped files.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BUFFER_BYTES = 64 << 20
 _BUFFERS = 2
 _READERS = 4
 _SMALL = 4 << 20
-"""Leaves up to here go in one piece, from memory of their own."""
+"""Leaves of up to this many bytes are copied in one piece, from their own memory."""
 
 
 class LeafBytes(NamedTuple):
-    """A leaf of the tree, and where its bytes lie, in their order."""
+    """A leaf of the tree, and the locations of its bytes, in order."""
 
     path: str
     leaf: jax.ShapeDtypeStruct
@@ -44,17 +44,17 @@ class LeafBytes(NamedTuple):
 
 
 class LeafArrays:
-    """A leaf of the tree, and arrays on the host whose bytes are its own, in their order."""
+    """A leaf of the tree, and host arrays whose concatenated bytes are the leaf's."""
 
     def __init__(self, path: str, leaf: jax.ShapeDtypeStruct, arrays: Iterator[AnyArray]):
-        """`arrays` are taken when their bytes are needed, and no others."""
+        """`arrays` is advanced only when its next bytes are needed."""
         self.path = path
         self.leaf = leaf
         self._arrays = arrays
         self._rest: AnyArray = np.empty(0, np.uint8)
 
     def read(self, target: AnyArray) -> None:
-        """Fill `target`, uint8, with the next bytes."""
+        """Fills `target`, uint8, with the next bytes."""
         done = 0
         while done < len(target):
             if not len(self._rest):
@@ -65,7 +65,7 @@ class LeafArrays:
 
 
 class StagingProgram(NamedTuple):
-    """What `stream` executes, for the caller to compile."""
+    """A program that `stream` executes and the caller compiles."""
 
     name: str
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class StagingProgram(NamedTuple):
 
 
 def staging_programs(abstract: Any) -> list[StagingProgram]:
-    """Allocation of each large leaf of a tree of ShapeDtypeStruct, and writes into it."""
+    """Programs that allocate each large leaf of a tree of ShapeDtypeStructs, and write into it."""
     programs: dict[str, StagingProgram] = {}
     for _, leaf in leaf_paths(abstract):
         if leaf_nbytes(leaf) <= _SMALL:
@@ -98,16 +98,16 @@ def stream[Tree](
     *,
     progress: Progress | None = None,
 ) -> Tree:
-    """The tree of `abstract`, each leaf from its bytes.
+    """Builds the tree of `abstract` from the bytes of its leaves.
 
-    A leaf is allocated when its first bytes are here: a card that serves meanwhile waits 5 ms for
-    each GB that the allocator maps.
+    A leaf is allocated only when its first bytes arrive, which spreads allocations out: a card that
+    serves meanwhile stalls 5 ms for each GB that the allocator maps.
 
     Args:
-      executables: those of `staging_programs(abstract)`, by name.
+      executables: the compiled `staging_programs(abstract)`, by name.
 
     Raises:
-      CheckpointError: a file ends before the bytes of a leaf do.
+      CheckpointError: a file ends before all bytes of a leaf are read.
     """
     paths = leaf_paths(abstract)
     leaves: dict[str, jax.Array] = {}
@@ -147,7 +147,7 @@ def stream[Tree](
 
 
 def _write(leaf: jax.Array, chunk: jax.Array, index: jax.Array) -> jax.Array:
-    """The chunk goes to its place in the leaf's bytes; in place when the leaf is donated."""
+    """Writes a chunk to its place in the leaf. Updates the leaf in place when it is donated."""
     pieces = leaf.reshape(-1, chunk.shape[0])  # rows: a flat index may need more than 31 bits
     return lax.dynamic_update_index_in_dim(pieces, chunk, index, 0).reshape(leaf.shape)
 
@@ -157,7 +157,7 @@ def _name(does: str, leaf: Any) -> str:
 
 
 def _pieces(leaf: Any) -> int:
-    """Into how many equal pieces a leaf is cut, each small enough for a buffer."""
+    """The number of equal pieces of a leaf, each small enough for a buffer."""
     count = math.prod(leaf.shape)
     pieces = -(-leaf_nbytes(leaf) // BUFFER_BYTES)
     while count % pieces:
@@ -186,7 +186,7 @@ class _Reader:
             os.close(descriptor)
 
     def read(self, segments: Sequence[Segment], start: int, target: AnyArray) -> None:
-        """Fill `target`, uint8, with the bytes from `start` on of all segments put together."""
+        """Fills `target`, uint8, with the bytes from `start` on of the concatenated segments."""
         share = max(1 << 20, -(-target.nbytes // _READERS))
         jobs: list[tuple[Segment, int, AnyArray]] = []
         begin = 0
@@ -210,25 +210,26 @@ class _Reader:
 
 
 class _Buffers:
-    """A few buffers that the device reads from directly; each waits for its last copy."""
+    """A few buffers from which the device reads directly. A buffer is reused after its last
+    copy."""
 
     def __init__(self, arrays: Sequence[AnyArray]):
         self._free: deque[tuple[AnyArray, jax.Array | None]] = deque((a, None) for a in arrays)
         self._aliased = jax.default_backend() == "cpu"
 
     def wait(self) -> None:
-        """Until nothing is read from the buffers any more."""
+        """Waits until all copies from the buffers are done."""
         jax.block_until_ready([copy for _, copy in self._free if copy is not None])
 
     def free(self) -> AnyArray:
-        """The buffer used longest ago, once its bytes are on the device."""
+        """The least recently used buffer, once its bytes are on the device."""
         buffer, copy = self._free.popleft()
         if copy is not None:
             copy.block_until_ready()
         return buffer
 
     def put(self, buffer: AnyArray, content: AnyArray) -> jax.Array:
-        # An array on a CPU may go on living in the memory that it was made from.
+        # A CPU array may alias the memory that it was made from.
         array = jax.device_put(content.copy() if self._aliased else content)
         self._free.append((buffer, array))
         return array
@@ -236,10 +237,11 @@ class _Buffers:
 
 @contextlib.contextmanager
 def _buffers() -> Generator[_Buffers]:
-    """Page-aligned memory, pinned where the runtime can do that, unpinned and freed at the end.
+    """Context manager: page-aligned memory, pinned if the runtime can, unpinned and freed at the
+    end.
 
-    Its pages exist before they are pinned. Otherwise pinning makes them, ten times as long, and
-    nothing can be launched on the card meanwhile.
+    Pages are touched before they are pinned. Otherwise pinning would fault them in, which takes ten
+    times as long and blocks launches on the card meanwhile.
     """
     client = jax.devices()[0].client
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages

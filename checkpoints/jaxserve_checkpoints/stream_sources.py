@@ -1,4 +1,5 @@
-"""Where `staging.stream` takes a tree's leaves from: bytes of files, or parts put together."""
+"""Sources of a tree's leaves for `staging.stream`: bytes of files, or parts assembled on the
+host."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from jaxserve_checkpoints.staging import LeafArrays, LeafBytes
 def direct_sources(
     checkpoint: Stored, rules: Sequence[AnyRule], abstract: Any
 ) -> list[LeafBytes] | None:
-    """Returns where each leaf's bytes lie, if all leaves are bytes of the checkpoint as stored: no
-    cast, no transform, concatenation on the first axis only. Otherwise None.
+    """Returns the locations of each leaf's bytes, if all leaves are stored as they are needed: no
+    cast, no transform, concatenation along the first axis only. Otherwise None.
 
     Raises:
       CheckpointError: see `resolve_rules`.
@@ -52,11 +53,12 @@ def assembled_sources(
     *,
     max_bytes_ahead: int = MAX_BYTES_IN_FLIGHT // 2,
 ) -> list[LeafArrays]:
-    """Returns the leaves for `staging.stream`, put together and cast on the host while they are
-    copied: what `load_params` returns without encoding, with the programs of the stream alone.
+    """Returns the leaves for `staging.stream`. They are assembled and cast on the host while others
+    are copied. The result equals that of `load_params` without encoding, but needs only the
+    programs of the stream.
 
-    Take them in their order. Parts that are ready before they are needed stay within
-    `max_bytes_ahead`, or are one.
+    Consume them in order. Parts that are assembled ahead take at most `max_bytes_ahead`, or are a
+    single part.
 
     Raises:
       CheckpointError: see `resolve_rules`.
@@ -71,7 +73,7 @@ def assembled_sources(
 
 
 def _assembled(checkpoint: Plain, sources: Sequence[LeafSource], limit: int) -> Iterator[AnyArray]:
-    """Yields each source's leaf; the next ones are put together meanwhile."""
+    """Yields each source's leaf, and assembles the next ones meanwhile."""
     waiting: deque[tuple[LeafSource, Future[Any]]] = deque()
     ahead = 0
     with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="load-params") as pool:
@@ -82,7 +84,7 @@ def _assembled(checkpoint: Plain, sources: Sequence[LeafSource], limit: int) -> 
                 ahead -= leaf_nbytes(source.leaf)
                 try:
                     yield array.result()
-                finally:  # of the last one, too, after which nobody asks
+                finally:  # also for the last one, after which nobody calls next()
                     release(checkpoint, [source])
             if following is not None:
                 waiting.append((following, pool.submit(assemble, checkpoint, following)))

@@ -1,4 +1,4 @@
-"""The engine's own tensors as Hugging Face's: what the rules put together is taken apart."""
+"""Converts the engine's own tensors back to Hugging Face's, by inverting the naming rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxserve_checkpoints.rules import AnyRule, Rule
 from jaxserve_kernels.weights import is_quantized
 
 type RowsOf = Callable[[str], tuple[int, ...] | None]
-"""From the last part of a leaf's path to the rows of each source; None: it has one source."""
+"""Maps the last component of a leaf's path to the rows of each source; None: one source."""
 
 
 class _Rows(NamedTuple):
@@ -42,13 +42,12 @@ class _Part(NamedTuple):
     path: str
     owner: str
     rows: Mapping[str, int]
-    """How many rows each tensor has of it, in order, by Hugging Face's name."""
+    """Number of rows of each of its tensors, in order, by Hugging Face's name."""
     is_matrix: bool
 
 
 def _parts_of(rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf, place: Path) -> list[_Part]:
-    """Returns what makes up each part. CheckpointError: it is made in a way that cannot be
-    undone."""
+    """Returns the tensors of each part. CheckpointError: a rule cannot be inverted."""
     by_leaf = {rule.leaf: rule for rule in rules if isinstance(rule, Rule)}
     found: list[_Part] = []
     for part in leaf_parts(abstract):
@@ -64,7 +63,7 @@ def _parts_of(rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf, place: P
 
 
 class UnpackedCheckpoint:
-    """A checkpoint of the engine's own that is not quantised, by Hugging Face's names."""
+    """An unquantised checkpoint in the engine's own format, under Hugging Face's tensor names."""
 
     def __init__(
         self, native: NativeCheckpoint, rules: Sequence[AnyRule], abstract: Any, rows_of: RowsOf
@@ -72,7 +71,7 @@ class UnpackedCheckpoint:
         """`abstract`: the tree of ShapeDtypeStructs that was converted.
 
         Raises:
-          CheckpointError: it is quantised, or made of tensors in a way that cannot be undone.
+          CheckpointError: it is quantised, or a rule cannot be inverted.
         """
         if native.description.types:
             raise CheckpointError(
@@ -119,15 +118,14 @@ class UnpackedCheckpoint:
 def public_configuration(
     rules: Sequence[AnyRule], abstract: Any, encoded: Any, rows_of: RowsOf, place: Path
 ) -> dict[str, Any]:
-    """Returns the `quantization_config` of weights that are written as PublicTensors.
+    """Returns the `quantization_config` for weights that are written as PublicTensors.
 
     Args:
       abstract, encoded: the trees of ShapeDtypeStructs before and after quantising.
-      place: of the weights, for errors.
+      place: location of the weights, for errors.
 
     Raises:
-      CheckpointError: no layout holds the weights, or they are made of tensors in a way that
-        cannot be undone.
+      CheckpointError: no layout can store the weights, or a rule cannot be inverted.
     """
     nodes = jax.tree.structure(abstract).flatten_up_to(encoded)
     owners = dict(zip((path for path, _ in leaf_paths(abstract)), nodes, strict=True))
@@ -142,7 +140,7 @@ def public_configuration(
 
 
 class PublicTensors:
-    """A quantised checkpoint of the engine's own as tensors that other servers read, too.
+    """A quantised checkpoint in the engine's own format, as tensors that other servers can read.
 
     One part is unpacked at a time: read the tensors in the order of `names`.
     """
@@ -155,8 +153,11 @@ class PublicTensors:
         rows_of: RowsOf,
         dtype: np.dtype[Any] | None = None,
     ):
-        """`dtype` is that of tensors that are not quantised; None: as they are. For the others see
-        UnpackedCheckpoint. One layer is unpacked here, for shapes.
+        """Unpacks one layer, to find the shapes.
+
+        Args:
+          native, rules, abstract, rows_of: see UnpackedCheckpoint.
+          dtype: cast tensors that are not quantised to this; None: do not cast.
 
         Raises:
           CheckpointError: see `public_configuration`.
@@ -166,7 +167,7 @@ class PublicTensors:
         encoded = native.encoded(abstract)
         self.configuration = public_configuration(rules, abstract, encoded, rows_of, native.place)
         self._parts: dict[str, _Part] = {}
-        """By the tensors that are made of them, in order."""
+        """The part of each tensor, by the tensor's name, in order."""
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._now: tuple[_Part, dict[str, AnyArray]] | None = None
         forms: dict[str, list[dict[str, tuple[tuple[int, ...], np.dtype[Any]]]]] = {}
@@ -210,7 +211,7 @@ class PublicTensors:
         self._native.release_part(self._parts[name].path)
 
     def _made(self, part: _Part) -> list[dict[str, AnyArray]]:
-        """Returns each module's tensors, by what follows its name."""
+        """Returns each module's tensors, by their suffix after the module's name."""
         weight = self._native.part(part.path)
         if is_quantized(weight):
             with _named(self._native.place):
@@ -224,7 +225,7 @@ class PublicTensors:
 
 @contextlib.contextmanager
 def _named(place: Path) -> Generator[None]:
-    """Makes Unwritable a CheckpointError that names the place."""
+    """Context manager: turns Unwritable into a CheckpointError that names the place."""
     try:
         yield
     except Unwritable as error:

@@ -1,4 +1,4 @@
-"""What a folder written by Orbax holds, as its own JSON files say. Without orbax and tensorstore.
+"""Finds the checkpoint in a folder written by Orbax, from its JSON files. Needs no orbax package.
 
     FOLDER/                       of a CheckpointManager: a folder per step
       config.json                 of the model: here, or beside the arrays
@@ -28,28 +28,28 @@ _MANIFEST = "manifest.ocdbt"
 _STEP_NAME = re.compile(r"(?:.*[^0-9])?([0-9]+)")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _MODEL_ITEMS = ("params", "model_params", "model", "state", "items", "default")
-"""Names of the item with the model where a step has several, the likeliest first: of Orbax
-(default), MaxText (items), Tunix (model_params) and common use."""
+"""Names of the model's item if a step has several items, the likeliest first. "default" is Orbax's,
+"items" MaxText's, "model_params" Tunix's; the others are in common use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrbaxStep:
-    """One complete checkpoint. Nothing of its arrays has been read."""
+    """One complete checkpoint, whose arrays have not been read."""
 
     folder: Path
     """The folder that holds the arrays."""
     root: Path
     """The folder of the step, which is `folder` unless the checkpoint has items."""
     step: int | None
-    """None: the folder has no number for a name."""
+    """The step's number; None if the folder's name has none."""
     paths: tuple[tuple[str, ...], ...]
     """The keys that lead to each array."""
     ocdbt: bool
     zarr3: bool
     all_chunks: bool
-    """Every chunk is stored. Otherwise a chunk that is missing is one of zeros."""
+    """Whether every chunk is stored. Otherwise a missing chunk means zeros."""
     added: Mapping[str, Any]
-    """What the writer added to the step's metadata."""
+    """JSON values that the writer added to the step's metadata."""
 
     def settings_folder(self) -> Path | None:
         """Returns the closest folder with a config.json: with the arrays, of the step or of all
@@ -107,7 +107,7 @@ def _number(folder: Path) -> int | None:
 
 
 def _steps(folder: Path) -> dict[int, Path]:
-    """Returns the folders of steps by number, unfinished ones not among them."""
+    """Returns the folders of finished steps by number."""
     found: dict[int, Path] = {}
     for each in sorted(folder.iterdir()):
         number = _number(each)

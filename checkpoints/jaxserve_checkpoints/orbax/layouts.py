@@ -1,6 +1,6 @@
-"""Trees that trainers save, as Hugging Face tensors: which array, which layer of it, in which form.
+"""Maps the trees that trainers save to Hugging Face tensors: array, layer and transforms of each.
 
-The layouts are described, with their sources, in docs/jax-checkpoints.md.
+docs/jax-checkpoints.md describes the layouts and names their sources.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxserve_checkpoints.reader import CheckpointError
 from jaxserve_checkpoints.rules import Shape
 
 _OF_TRAINING = re.compile(r"(^|\.)(opt_state|optimizer|optimizer_state|step|rngs?|ema)(\.|$)")
-"""What a trainer's state has beside the model."""
+"""Matches paths in a trainer's state that do not belong to the model."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """[*inputs, *outputs] with so many axes of inputs: becomes [outputs, inputs]."""
+    """Turns [*inputs, *outputs] with `inputs` axes of inputs into [outputs, inputs]."""
 
     inputs: int = 1
 
@@ -47,7 +47,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Flat:
-    """All axes become one."""
+    """Flattens all axes to one."""
 
     def shape(self, shape: Shape) -> Shape:
         return (math.prod(shape),)
@@ -58,7 +58,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Halves:
-    """Pairs (2i, 2i + 1) of the last axis become pairs (i, i + half)."""
+    """Moves pairs (2i, 2i + 1) of the last axis to (i, i + half)."""
 
     def shape(self, shape: Shape) -> Shape:
         return shape
@@ -69,7 +69,8 @@ class Halves:
 
 @dataclass(frozen=True)
 class TimesRoot:
-    """Times the square root of the last axis' size, in float32, rounded to the array's dtype."""
+    """Multiplies by the square root of the last axis' size, in float32, and rounds to the array's
+    dtype."""
 
     def shape(self, shape: Shape) -> Shape:
         return shape
@@ -82,7 +83,7 @@ class TimesRoot:
 
 @dataclass(frozen=True)
 class Rows:
-    """The first `count` rows, if there are more: a vocabulary that was padded."""
+    """Keeps the first `count` rows of a padded vocabulary."""
 
     count: int
 
@@ -97,7 +98,7 @@ type Form = Matrix | Flat | Halves | TimesRoot | Rows
 
 
 class Place(NamedTuple):
-    """Where a tensor's numbers are: an array, or one layer of it, put through `forms`."""
+    """The location of a tensor: an array, or one layer of it, transformed by `forms`."""
 
     path: str
     """The keys that lead to the array, joined with dots."""
@@ -119,15 +120,15 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a tree is, and the tensors in it by their Hugging Face names."""
+    """The kind of a tree, and the tensors in it by their Hugging Face names."""
 
     kind: str
     places: Mapping[str, Place]
 
 
 type _Named = Callable[[str, Shape, Mapping[str, Any]], Mapping[str, Place]]
-"""From a path below the model's root, the array's shape and config.json to the tensors in it. A
-path that means nothing keeps its name, so that it is reported as not used."""
+"""Maps a path below the model's root, the array's shape and config.json to the tensors in the
+array. An unknown path keeps its name, so that it is reported as unused."""
 
 _LAYER = "model.layers.{}.{}"
 _NUMBERED = re.compile(r"layers\.([0-9]+)\.(.+)")
@@ -139,7 +140,7 @@ _PROJECTIONS = (
 _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 type _Table = Mapping[str, tuple[str, tuple[Form, ...]]]
-"""From a path to a tensor and what makes it of the array."""
+"""Maps a path to a tensor's name, and the transforms of the array."""
 
 _FLAX: _Table = {
     "embed_tokens.embedding": ("model.embed_tokens.weight", ()),
@@ -239,7 +240,7 @@ def _maxtext(path: str, shape: Shape, config: Mapping[str, Any]) -> dict[str, Pl
 
 
 def _maxtext_rotation(tensor: str, config: Mapping[str, Any]) -> tuple[Form, ...]:
-    """Undo what MaxText does to queries and keys of [..., heads, head_dim]."""
+    """Transforms that undo MaxText's changes to queries and keys [..., heads, head_dim]."""
     forms: tuple[Form, ...] = ()
     architectures: list[str] = config.get("architectures") or []
     scaling: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -262,11 +263,11 @@ _LAYOUTS: tuple[tuple[str, str, _Named], ...] = (
     ("MaxText", "token_embedder.embedding", _maxtext),
     ("Tunix", "embedder.input_embedding", functools.partial(_numbered, _TUNIX)),
 )
-"""Kind, the path of the embedding, and the names."""
+"""Kind of layout, path of its embedding, and function that names its tensors."""
 
 
 def layout_of(shapes: Mapping[str, Shape], config: Mapping[str, Any], folder: object) -> Layout:
-    """Returns the layout that the arrays' paths show.
+    """Recognises the layout from the arrays' paths.
 
     Args:
       shapes: path of each array, keys joined with dots -> stored shape.
@@ -274,7 +275,7 @@ def layout_of(shapes: Mapping[str, Shape], config: Mapping[str, Any], folder: ob
       folder: for messages.
 
     Raises:
-      CheckpointError: the paths show none of the layouts, or the model more than once.
+      CheckpointError: the paths match no layout, or match at several roots.
     """
     plain = {path.removesuffix(".value"): path for path in shapes}  # flax's variables add a key
     for kind, mark, named in _LAYOUTS:
@@ -298,7 +299,7 @@ def layout_of(shapes: Mapping[str, Shape], config: Mapping[str, Any], folder: ob
 
 
 def _roots(plain: Mapping[str, str], mark: str) -> list[str]:
-    """Returns the least deep prefixes of paths that end with `mark`, outside of the optimiser."""
+    """Returns the shortest prefixes of paths that end with `mark`, outside of the optimiser."""
     found = [path.removesuffix(mark) for path in plain if path.endswith(mark)]
     found = [root for root in found if not root or root.endswith(".")]
     found = [root for root in found if not _OF_TRAINING.search(root)]

@@ -1,7 +1,7 @@
-"""The tensors of an Orbax checkpoint, read with tensorstore, the library that Orbax stores with.
+"""Reads the tensors of an Orbax checkpoint with tensorstore, the library that Orbax is built on.
 
-Orbax itself restores whole trees. The engine needs one layer of an array at a time, in the host's
-memory for as long as it takes to copy it to the device.
+Orbax itself restores whole trees. The engine needs one layer of an array at a time, and only until
+it is copied to the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxserve_checkpoints.rules import Shape
 class OrbaxCheckpoint:
     """The tensors of one step. Bytes are read when they are used.
 
-    An array of all layers whose chunks hold several of them is read once, and kept until each of
-    its layers was released: then chunks are not read again for every layer.
+    If a chunk of an array holds several layers, the array is read once and kept until all its
+    layers are released. Otherwise each layer would read the same chunks again.
     """
 
     def __init__(self, step: OrbaxStep, stores: Mapping[str, Any], layout: Layout):
@@ -48,7 +48,8 @@ class OrbaxCheckpoint:
 
     @property
     def in_whole_arrays(self) -> bool:
-        """Whether several layers come in one piece: read all layers of one kind, then the next."""
+        """Whether several layers are stored in one piece. If so, read all layers of one kind before
+        the next kind."""
         return bool(self._whole)
 
     def __contains__(self, name: object) -> bool:
@@ -86,7 +87,8 @@ class OrbaxCheckpoint:
         return result
 
     def release(self, name: str) -> None:
-        """Forget an array of all layers once each of its layers was released."""
+        """Releases a tensor. An array of several layers is dropped when all of them are
+        released."""
         whole = self._whole.get(self._places[self._known(name)].path)
         if whole is not None:
             whole.release(name)
@@ -140,7 +142,7 @@ def open_orbax(step: OrbaxStep, config: Mapping[str, Any]) -> OrbaxCheckpoint:
     """Open every array of a step, without reading it.
 
     Args:
-      config: the model's config.json, which says how some layouts are to be read.
+      config: the model's config.json, on which some layouts depend.
 
     Raises:
       CheckpointError: tensorstore is not installed, arrays are missing or damaged, or the tree is
@@ -161,7 +163,7 @@ def open_stores(step: OrbaxStep) -> dict[str, Any]:
     """Returns an open tensorstore for each array, by its keys joined with dots.
 
     Raises:
-      CheckpointError: tensorstore is not installed; names the arrays that are missing or damaged.
+      CheckpointError: tensorstore is not installed, or arrays are missing or damaged.
     """
     ts = _tensorstore(step.folder)
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})

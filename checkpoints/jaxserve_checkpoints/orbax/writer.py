@@ -10,14 +10,15 @@ from jaxserve_checkpoints.orbax.folder import find_step
 from jaxserve_checkpoints.reader import CheckpointError
 
 MADE_FROM = "jaxserve_made_from"
-"""In a step's metadata: a digest of what the step's content depends on."""
+"""Key in a step's metadata: a digest of the source and settings of the step's content."""
 
 
 def finished_step(root: Path, step: int, made_from: str | None = None) -> Path | None:
-    """Returns the folder of a step that was made from the same; None if there is no such step.
+    """Returns the folder of a step that was made from the same source; None if there is no such
+    step.
 
     Args:
-      made_from: a digest. None: nothing is the same.
+      made_from: the digest of source and settings. None: any existing step counts as different.
 
     Raises:
       CheckpointError: the step is damaged, or was made from something else.
@@ -38,17 +39,17 @@ def save_step(
     keep: int | None = None,
     added: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write one step; returns its folder. It has its name only once everything is written.
+    """Writes one step, and returns its folder. The folder gets its name when everything is written.
 
-    What a killed writer left is removed first.
+    Leftovers of a killed writer are removed first.
 
     Args:
       make_tree: returns dictionaries of arrays. Called once the folder is known to be usable.
-      keep: how many of the newest steps stay; None: all.
+      keep: number of newest steps to keep; None: all.
       added: JSON values for the step's metadata.
 
     Raises:
-      CheckpointError: orbax-checkpoint is not installed, or the step is there already.
+      CheckpointError: orbax-checkpoint is not installed, or the step already exists.
       OSError: the folder cannot be written.
     """
     try:

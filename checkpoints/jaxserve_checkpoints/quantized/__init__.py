@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else has quantised: their formats, read into this engine's types."""
+"""Quantised checkpoints from other tools: their formats, read into this engine's weight types."""
 
 from jaxserve_checkpoints.quantized.detect import detect as detect
 from jaxserve_checkpoints.quantized.format import Format as Format

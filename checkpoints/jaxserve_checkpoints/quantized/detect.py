@@ -1,4 +1,5 @@
-"""Which format a model folder's configuration names; settings that would be computed wrongly."""
+"""Detects the quantisation format from a model's configuration, and rejects unsupported
+settings."""
 
 from __future__ import annotations
 
@@ -27,18 +28,21 @@ SUPPORTED = (
 
 
 _METHOD_OF_KEY = {"quantization": "modelopt", "compression_config": "compressed-tensors"}
-"""Keys that say by themselves who wrote what is under them."""
+"""Configuration keys that identify the quantisation method by themselves."""
 
 
 class _Unsupported(Exception):
-    """A setting that this engine would compute wrongly; says what it is and what is supported."""
+    """A setting that this engine does not support. The message names it and the supported
+    values."""
 
 
 def detect(folder: Path) -> AnyFormat | None:
-    """The format that `config.json` or `hf_quant_config.json` names; None: not quantised,
-    or nothing but the KV cache is.
+    """The format that `config.json` or `hf_quant_config.json` names; None if no weight is
+    quantised, even if the KV cache is.
 
-    CheckpointError: an unknown one, or settings of it that are not supported, with both named.
+    Raises:
+      CheckpointError: the format is unknown, or has unsupported settings. The message names them,
+        and what is supported.
     """
     source, key = "config.json", "quantization_config"
     content = _read(folder / source) if _is(folder, source) else {}
@@ -64,15 +68,15 @@ def detect(folder: Path) -> AnyFormat | None:
 
 
 def _is_of_cache_only(config: Config) -> bool:
-    """Whether compressed-tensors or ModelOpt left the weights as they were, and the checkpoint just
-    brings scales for a KV cache."""
+    """Whether compressed-tensors or ModelOpt quantised no weights, and the checkpoint only has
+    scales for a KV cache."""
     weights = _weight_groups(config) or config.get("quant_algo")
     return not weights and bool(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
 
 
 def _weight_groups(config: Config) -> list[Config]:
-    """The groups of compressed-tensors that quantise weights; others quantise what attention
-    reads."""
+    """The groups of compressed-tensors that quantise weights. Others quantise attention's
+    inputs."""
     named = _object(config, "config_groups")
     return [group for name in named if (group := _object(named, name)).get("weights")]
 
@@ -238,7 +242,7 @@ def _demand(
 
 
 def _object(config: Config, key: str) -> Config:
-    """What the key holds; empty where there is none."""
+    """The object under a key; empty if the key is missing."""
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise _Unsupported(f"{key} is {found!r:.200}, supported: an object")

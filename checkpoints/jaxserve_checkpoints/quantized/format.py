@@ -23,9 +23,9 @@ from jaxserve_kernels.weights import (
 )
 
 KERNEL_GROUPS = (128, 64, 32)
-"""Group sizes that kernels read. A larger group is split into the first of these that divides it,
-which repeats its scale and changes no value. A group that none divides stays as it is, and no
-kernel reads it."""
+"""Group sizes that kernels support. A larger group is split into groups of the first size that
+divides it: its scale is repeated, and no value changes. Other groups stay as they are, without a
+kernel."""
 
 
 class Inconsistent(Exception):
@@ -70,14 +70,14 @@ class Format(ABC):
     unused: ClassVar[tuple[str, ...]] = ()
     """Suffixes of tensors that a module may have and that the engine ignores."""
     pads: ClassVar[bool] = False
-    """Whether decoding fills inputs up to a multiple of what kernels read."""
+    """Whether decoding pads inputs to a multiple that kernels support."""
 
     @abstractmethod
     def describe(self) -> str:
         """Returns the format's name and settings for the log."""
 
     def of(self, module: str) -> Format | None:
-        """Returns the format of a module, if it is quantised; None: it cannot be."""
+        """Returns the format of a module; None if the configuration excludes the module."""
         return self
 
     def holds(self, main: TensorInfo) -> bool:
@@ -120,7 +120,7 @@ class Format(ABC):
         return None
 
     def prepared(self, suffix: str, array: AnyArray) -> AnyArray:
-        """Returns a tensor as `decode` takes it, if that is not as stored: on the host, in NumPy,
+        """Converts a stored tensor to the form that `decode` takes. Runs on the host in NumPy,
         which has float64."""
         return array
 
@@ -133,8 +133,8 @@ class Format(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """Several formats in one checkpoint. Each has targets, as compressed-tensors means them: names
-    of modules, `re:` and a pattern that begins their names, or their class."""
+    """Several formats in one checkpoint. Each has targets, as defined by compressed-tensors: names
+    of modules, `re:` with a pattern for the beginning of names, or classes of modules."""
 
     groups: tuple[tuple[tuple[str, ...], Format], ...]
 
@@ -143,8 +143,8 @@ class Mixed:
         return " and ".join(format.describe() for _, format in self.groups)
 
     def of(self, module: str) -> Format | None:
-        """Returns the format of a module: a name comes before a pattern, and that before a class;
-        None: no group has it."""
+        """Returns the format of a module; None if no group has it. Names take precedence over
+        patterns, and patterns over classes."""
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
 
         def pattern(target: str) -> bool:

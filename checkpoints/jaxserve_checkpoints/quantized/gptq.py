@@ -37,7 +37,7 @@ class Gptq(Format):
     group_size: int
     symmetric: bool
     version: int
-    """1: stored zero points are one less than the true ones. 2: they are the true ones."""
+    """1: zero points are stored minus 1. 2: they are stored unchanged."""
     ordered: bool = False
     """Activation order (`desc_act`): g_idx gives the group of each input."""
     main: ClassVar[str] = ".qweight"
@@ -82,8 +82,8 @@ class Gptq(Format):
         zero = None
         if not self.symmetric:
             words = tensors[".qzeros"].view(jnp.uint32)
-            # Version 1 takes 1 from each nibble by one subtraction of the whole word, in which a
-            # zero point of 0 borrows from the next; adding it back undoes both.
+            # Version 1 subtracts 1 from all nibbles by one subtraction from the whole word, in
+            # which a zero point of 0 borrows from the next nibble. One addition undoes both.
             words = words + jnp.uint32(_ONES) if self.version == 1 else words
             zero = nibbles(words).T.astype(jnp.int32)
         codes = codes if order is None else codes[:, order]

@@ -1,4 +1,5 @@
-"""Presents a quantised checkpoint as the plain one that it replaces, and decodes its modules."""
+"""Presents a quantised checkpoint under the tensor names of the plain one, and decodes its
+modules."""
 
 from __future__ import annotations
 
@@ -42,11 +43,11 @@ class Module:
     order: AnyArray | None
     """See Format.order."""
     experts: int | None = None
-    """It is so many, stacked in each tensor on a leading axis; None: it is one."""
+    """Number of experts that each tensor stacks on a leading axis; None: not stacked."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the model has it: [out, in], with experts in front."""
+        """The plain weight's shape: [out, in], with a leading axis of experts if stacked."""
         return self.size if self.experts is None else (self.experts, *self.size)
 
 
@@ -123,7 +124,7 @@ class QuantizedCheckpoint:
             if module.format in ordered:
                 self.modules[name] = _ordered(module)
         taken = {f"{m.name}{suffix}" for m in self.modules.values() for suffix in m.tensors}
-        # What is not there to compute with may still say what is there: shapes, orders.
+        # Ignored tensors may still describe others: shapes, orders.
         shapes = {
             f"{m.name}{suffix}"
             for m in self.modules.values()
@@ -147,7 +148,8 @@ class QuantizedCheckpoint:
         return name in self._known
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a plain tensor, or of what a quantised module stands for."""
+        """Returns the shape of a plain tensor, or the plain weight's shape for a quantised
+        module."""
         module = self.module(name)
         return self.checkpoint.shape(name) if module is None else module.shape
 
@@ -158,7 +160,7 @@ class QuantizedCheckpoint:
         return np.dtype(ml_dtypes.bfloat16)
 
     def read(self, name: str) -> AnyArray:
-        """One that is not quantised; see Checkpoint.read."""
+        """Reads a tensor that is not quantised: see Checkpoint.read."""
         assert self.module(name) is None, f"{name} is packed"
         return self.checkpoint.read(name)
 
@@ -186,8 +188,8 @@ class QuantizedCheckpoint:
         Args:
           names: tensors that make up one parameter.
           path: the parameter's name, for errors.
-          transforms: which expert is taken, and in which order its rows are.
-          abstract: ShapeDtypeStructs are enough, and nothing is read.
+          transforms: select an expert, and reorder its rows.
+          abstract: return ShapeDtypeStructs, and read nothing.
 
         Raises:
           CheckpointError: only some are quantised, or they cannot form one weight.
@@ -238,7 +240,7 @@ class QuantizedCheckpoint:
     def _tensor(
         self, module: Module, suffix: str, transforms: Sequence[Transform], abstract: bool
     ) -> Any:
-        """One of a module's tensors: what is done to rows of codes is done to those of scales."""
+        """One of a module's tensors. Transforms of rows apply to codes and scales alike."""
         name = f"{module.name}{suffix}"
         if abstract and module.experts is not None:
             shape = self.checkpoint.shape(name)
@@ -260,7 +262,7 @@ class QuantizedCheckpoint:
             self.checkpoint.release(f"{module.name}{suffix}")
 
     def _stacks(self, format: AnyFormat, problems: list[str]) -> dict[str, Module]:
-        """Experts in MXFP4, all of a layer in one tensor."""
+        """Finds MXFP4 experts, which are stored in one tensor per layer."""
         found: dict[str, Module] = {}
         experts = Mxfp4Experts()
         for name in self.checkpoint.names if isinstance(format, Mxfp4) else ():
@@ -361,7 +363,8 @@ def _mismatch(suffix: str, want: Expected, found: TensorInfo | None) -> str | No
 
 
 def _ordered(module: Module) -> Module:
-    """Returns the module with an order: if any module has one, all need one to be stacked."""
+    """Returns the module with an explicit order of inputs. Modules are stacked only if all or none
+    have one."""
     if module.order is not None:
         return module
     identity = np.arange(module.size[1], dtype=np.int32)

@@ -26,7 +26,7 @@ from jaxserve_kernels.weights import layout
 class Mxfp4(Format):
     """weight[n, 32 g + i] = e2m1(nibble i of blocks[n, g]) * 2 ** (scales[n, g] - 127)
 
-    Tensors are named as the parameter, with `_blocks` and `_scales` behind it.
+    Tensors have the parameter's name, followed by `_blocks` and `_scales`.
     """
 
     main: ClassVar[str] = ".weight_blocks"
@@ -57,9 +57,9 @@ class Mxfp4(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Experts(Mxfp4):
-    """The same of all experts of a layer, which are one tensor: `gate_up_proj_blocks` [experts,
-    out, in / 32, 16] beside `gate_up_proj_scales`. Inputs are filled up with zeros to a multiple
-    of 128, which is what kernels read."""
+    """All experts of a layer in one tensor: `gate_up_proj_blocks` [experts, out, in / 32, 16]
+    beside `gate_up_proj_scales`. Inputs are padded with zeros to a multiple of 128, which kernels
+    need."""
 
     main: ClassVar[str] = "_blocks"
     pads: ClassVar[bool] = True
@@ -82,6 +82,7 @@ class Mxfp4Experts(Mxfp4):
 
 
 def decode_blocks(blocks: Array, scales: Array) -> Mxfp4Codes:
-    """From uint8 [..., out, in / 32, 16], low halves first, and exponents [..., out, in / 32]."""
+    """Decodes uint8 blocks [..., out, in / 32, 16], low halves first, and exponents [..., out, in /
+    32]."""
     codes = nibble_pairs(blocks)
     return Mxfp4Codes(codes.reshape(*blocks.shape[:-2], -1), scales)

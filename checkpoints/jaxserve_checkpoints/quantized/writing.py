@@ -1,7 +1,8 @@
-"""Writes the engine's quantised weights as layouts that other servers read, too.
+"""Writes the engine's quantised weights in layouts that other servers can read.
 
-Integers, e4m3, NVFP4 and MXFP4 become compressed-tensors. Codes with fractional zero points, which
-only HQQ has, become HQQ's. Reading them again gives the same arrays, bit for bit.
+Integers, e4m3, NVFP4 and MXFP4 are written as compressed-tensors. Codes with fractional zero
+points, which only HQQ makes, are written in HQQ's layout. Reading them again gives the same arrays,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from jaxserve_kernels.weights import (
 )
 
 _Writable = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight | Mxfp4Weight | OrderedInt4Weight
-"""The formats that compressed-tensors or HQQ have layouts for."""
+"""The formats for which compressed-tensors or HQQ has a layout."""
 
 HQQ = "hqq"
 _EMBEDDING = "embed_tokens"
@@ -44,7 +45,7 @@ _BYTES_OF_WORD = 4
 
 
 class Unwritable(Exception):
-    """No layout holds such weights. The message says what they are, and what to do instead."""
+    """No layout can store the weights. The message names their format and an alternative."""
 
 
 class Scheme(NamedTuple):
@@ -53,14 +54,14 @@ class Scheme(NamedTuple):
     format: str
     """compressed-tensors' name of the layout, or HQQ."""
     settings: Mapping[str, Any]
-    """What the configuration says of the weights."""
+    """The configuration of the weights."""
 
 
 def scheme_of(weight: Quantized) -> Scheme:
-    """Returns how a weight is stored; its arrays may be abstract.
+    """Returns the scheme for a weight, whose arrays may be abstract.
 
     Raises:
-      Unwritable: no layout holds it.
+      Unwritable: no layout can store it.
     """
     if not isinstance(weight, _Writable):
         raise Unwritable(f"{type(weight).__name__}, which no layout of other engines holds")
@@ -116,10 +117,10 @@ def configuration(modules: Mapping[str, Scheme | None]) -> dict[str, Any]:
     """Returns the `quantization_config` of a checkpoint.
 
     Args:
-      modules: every linear layer and embedding; None: not quantised.
+      modules: the scheme of every linear layer and embedding; None: not quantised.
 
     Raises:
-      Unwritable: the schemes cannot stand in one checkpoint.
+      Unwritable: one checkpoint cannot combine the schemes.
     """
     kinds: dict[str, Scheme | None] = {}
     for name, scheme in modules.items():
@@ -173,14 +174,14 @@ def _hqq_configuration(
 
 
 def tensors_of(weight: Quantized, rows: Sequence[int]) -> list[dict[str, AnyArray]]:
-    """Returns the tensors of each module of a weight, by what follows the module's name.
+    """Returns the tensors of each module of a weight, by their suffix after the module's name.
 
     Args:
-      weight: of one layer, [out, in].
-      rows: how many outputs each of the modules has, which are stacked in the weight.
+      weight: one layer's weight, [out, in], which may stack several modules.
+      rows: number of outputs of each stacked module.
 
     Raises:
-      Unwritable: see `scheme_of`; or values that no layout holds.
+      Unwritable: see `scheme_of`; or no layout can store the values.
     """
     scheme, order = scheme_of(weight), None
     assert isinstance(weight, _Writable)
@@ -222,13 +223,13 @@ def _codes(weight: _Writable) -> Codes:
 
 
 def _bytes_of(words: jax.Array) -> jax.Array:
-    """From uint32 [..., n] to uint8 [..., 4 n], the low byte first."""
+    """Unpacks uint32 [..., n] to uint8 [..., 4 n], the low byte first."""
     bytes_ = jax.lax.bitcast_convert_type(words, jnp.uint8)
     return bytes_.reshape(*words.shape[:-1], _BYTES_OF_WORD * words.shape[-1])
 
 
 def _stored(codes: Codes, order: AnyArray | None) -> dict[str, AnyArray]:
-    """Returns a module's tensors in compressed-tensors; codes are on the host."""
+    """Returns a module's tensors in compressed-tensors. Codes must be on the host."""
     match codes:
         case IntCodes():
             return _packed_integers(codes, order)
@@ -244,7 +245,7 @@ def _stored(codes: Codes, order: AnyArray | None) -> dict[str, AnyArray]:
             return {
                 ".weight_packed": _nibble_bytes(np.asarray(codes.codes)),
                 ".weight_scale": np.asarray(codes.scale),
-                # In float64, for not every float32 is the inverse of one.
+                # In float64: not every float32 is the rounded inverse of a float32.
                 ".weight_global_scale": 1.0 / scale.astype(np.float64),
             }
         case Mxfp4Codes():
@@ -272,7 +273,8 @@ def _packed_integers(codes: IntCodes, order: AnyArray | None) -> dict[str, AnyAr
 
 
 def _block_scales(scale: AnyArray) -> AnyArray:
-    """From scales [out, groups] to [out, 1], or one per 128 rows, which must then be alike.
+    """Converts scales [out, groups] to [out, 1], or to one per 128 rows, which must have equal
+    ones.
 
     Raises:
       Unwritable: rows of a block differ.
@@ -289,12 +291,12 @@ def _block_scales(scale: AnyArray) -> AnyArray:
 
 
 def _nibble_bytes(codes: AnyArray) -> AnyArray:
-    """From 0..15 [..., 2 n] to uint8 [..., n], the first in the low half."""
+    """Packs codes 0..15 [..., 2 n] into uint8 [..., n], the first in the low half."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def _words(codes: AnyArray) -> AnyArray:
-    """From 0..15 [..., 8 n] to int32 [..., n], the first in the low bits."""
+    """Packs codes 0..15 [..., 8 n] into int32 [..., n], the first in the low bits."""
     return np.ascontiguousarray(_nibble_bytes(codes)).view("<i4")
 
 
@@ -312,7 +314,7 @@ _HQQ_TEXTS = {
 
 
 def _hqq(codes: Codes) -> dict[str, AnyArray]:
-    """Returns a module's tensors in HQQ's layout, its settings among them."""
+    """Returns a module's tensors in HQQ's layout, including its settings."""
     assert isinstance(codes, IntCodes) and codes.zero is not None
     values, scale = np.asarray(codes.codes), np.asarray(codes.scale)
     group = values.shape[1] // scale.shape[1]

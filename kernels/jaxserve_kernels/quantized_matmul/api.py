@@ -60,7 +60,7 @@ def _launch(
     activation: Activation | None,
     target: Target,
 ) -> Array:
-    """Gated, if there is an activation."""
+    """Runs the configured kernel. The product is gated if there is an activation."""
     tokens, out = x.shape[0], weight.shape[0]
     if activation is not None:
         out_type = jax.ShapeDtypeStruct((tokens, out // 2), dtype)
@@ -74,8 +74,8 @@ def _launch(
 
 
 def take_inputs(x: Array, order: Array, *, target: Target) -> Array:
-    """x [tokens, in] with its inputs in that order: x[:, order], of which order int32 [in] is a
-    permutation. With PDL that is a kernel; elsewhere XLA gathers."""
+    """Permutes the inputs of x [tokens, in]: x[:, order], with order int32 [in]. With PDL this is a
+    Triton kernel, otherwise a gather by XLA."""
     if not target.pdl:
         return x[:, order]
     from jaxserve_kernels.quantized_matmul import triton_order  # needs Triton: only for GPUs
@@ -91,7 +91,8 @@ def token_format(
     *,
     target: Target,
 ) -> TokenFormat | None:
-    """What the product reads in place of tokens in `dtype`, if that should be made beforehand."""
+    """The 8-bit format of tokens that the product reads; None if their maker should leave them in
+    `dtype`."""
     plain = jax.ShapeDtypeStruct((tokens, weight.shape[1]), dtype)
     config = _OP.choose(
         plain, weight, dtype=jnp.dtype(dtype), activation=activation, target=target
@@ -145,7 +146,8 @@ def _name(x: Any, weight: Quantized, *, activation: Activation | None, **_: Any)
 
 
 def _plain_tokens(x: Any, weight: Quantized) -> tuple[Any, Quantized]:
-    """Whoever makes 8 bits of the tokens beforehand asks for plain ones, too."""
+    """Arguments with plain tokens, for `Op.probe`: the test compilation is the same for tokens that
+    are quantised beforehand."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype), weight
 
 
@@ -172,9 +174,9 @@ _MODULES: dict[Method, str] = {
 
 
 def _kernels(config: Config) -> Any:
-    """The module that launches the method; it needs Triton: only for GPUs.
+    """The module that implements the method. Importing it needs Triton, so only on GPUs.
 
-    `launch(x, weight, config, out_type, gated=...)` is [config.splits, tokens, out], float32 where
-    there are several splits; or, gated, [tokens, ffn].
+    Its `launch(x, weight, config, out_type, gated=...)` returns [config.splits, tokens, out], in
+    float32 if there are several splits; or, gated, [tokens, ffn].
     """
     return importlib.import_module(f"{__package__}.{_MODULES[config.method]}")

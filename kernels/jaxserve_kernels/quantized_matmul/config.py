@@ -1,4 +1,4 @@
-"""How each kernel of a product with a quantised weight is launched."""
+"""Launch parameters of each kernel that multiplies with a quantised weight."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SMALL_M = 8
 """Tokens of the tensor cores' smallest product."""
 
 _RESERVED = 1024
-"""Bytes of shared memory that each program takes beside its own."""
+"""Bytes of shared memory that CUDA reserves for each program."""
 
 _STREAM_K_END = 20 * 1024
-"""Bytes of shared memory that `triton_stream_k`, one program on a multiprocessor, needs at its end,
-beside its ring."""
+"""Bytes of shared memory that `triton_stream_k` needs for its epilogue, beside its ring. It runs
+one program per multiprocessor."""
 
 
 class Limits(NamedTuple):
@@ -45,49 +45,53 @@ class Limits(NamedTuple):
 
 
 def limits_of(target: Target) -> Limits:
-    """What was measured on the nearest card."""
+    """The limits measured on the nearest card."""
     return tables.limits("quantized_matmul", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A program takes `rows` of the weight and `tokens`; `splits` programs share the input."""
+    """Launch parameters. A program multiplies `rows` of the weight with `tokens` tokens; `splits`
+    programs share the inputs."""
 
     method: Method = "unpack"
-    """Weights to bfloat16 in registers, by `triton_small_m`, `triton_streaming`, `triton_stream_k`,
-    `triton_large_n` or `triton`; or tokens beforehand and weights of 4 bits to e4m3, by
-    `e4m3.triton` or on Hopper by `e4m3.hopper` and, of fp8 weights, `e4m3.hopper_bytes`. Of int8
-    weights e4m3 means tokens in int8.
+    """Selects the kernel. Two families:
+
+    - `triton_small_m`, `triton_streaming`, `triton_stream_k`, `triton_large_n` and `triton` convert
+      codes to bfloat16 in registers.
+    - `e4m3.triton`, and on Hopper `e4m3.hopper` and (fp8 weights) `e4m3.hopper_bytes` take tokens
+      that were quantised before, and convert 4-bit codes to e4m3. With int8 weights the tokens are
+      int8.
     """
     beforehand: bool = False
-    """Weights of 4 bits become e4m3 in a pass of their own, not in registers."""
+    """4-bit codes are converted to e4m3 by a kernel before the product, not in its registers."""
     rows: int = 64
     tokens: int = 16
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 4
     unroll: int = 1
-    """Tiles of the input in one step of the loop; in `triton`, a divisor of a split's tiles."""
+    """Input tiles per iteration of the loop; in `triton`, a divisor of a split's tiles."""
     pieces: int = 1
-    """Of `e4m3.hopper_bytes`: into how many a tile of the last wave may be cut."""
+    """`e4m3.hopper_bytes` only: the most pieces into which a tile of the last wave is cut."""
     first: bool = False
-    """Of `triton_streaming`: the next kernel may be brought in before this one reads,
-    not after."""
+    """`triton_streaming` only: the next kernel may start before this one reads its weights, not
+    only after."""
 
 
 class Call(NamedTuple):
-    """A product, as the rules see it."""
+    """The properties of a product on which the rules depend."""
 
     shape: tuple[int, ...]
-    """Of the weight, [out, in]."""
+    """The weight's shape, [out, in]."""
     operand: Operand
     tokens: int
     gated: bool
     target: Target
     hopper: bool
-    """Kernels that are written for Hopper can be used."""
+    """Whether the kernels written for Hopper can run."""
     e4m3: bool
-    """The GPU multiplies such numbers: from compute capability 8.9 on."""
+    """Whether the GPU's tensor cores multiply e4m3: from compute capability 8.9 on."""
 
     @classmethod
     def of(
@@ -100,7 +104,8 @@ class Call(NamedTuple):
         e4m3: bool = True,
         target: Target,
     ) -> Call | None:
-        """None: no kernel knows the weight's groups or its number of inputs."""
+        """The product's properties; None if no kernel supports the weight's groups or number of
+        inputs."""
         operand = weight.operand
         if operand is None:
             return None
@@ -113,17 +118,17 @@ class Call(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.shape[1]
 
     @property
     def tiles(self) -> int:
-        """Of the input, of 128."""
+        """Number of tiles of 128 inputs."""
         return self.depth // 128
 
     @property
     def scale_per_row(self) -> bool:
-        """Not several, for groups of inputs."""
+        """Whether each row has one scale, rather than one per group of inputs."""
         return self.operand.group == self.depth
 
     @property
@@ -133,8 +138,8 @@ class Call(NamedTuple):
 
 
 def small_m(depth: int, *, gated: bool) -> Config:
-    """Four warps with up to five tiles each, which a thread has registers for; parts where there
-    are more tiles, or more warps where there must not be parts."""
+    """Four warps with up to five tiles each, as many as fit in registers. With more tiles: several
+    splits, or more warps for a gated product, which cannot be split."""
     tiles = depth // 128
     if not gated:
         return Config(method="small_m", rows=16, tokens=SMALL_M, splits=-(-tiles // 20))
@@ -143,7 +148,7 @@ def small_m(depth: int, *, gated: bool) -> Config:
 
 
 def streaming(call: Call) -> Config:
-    """Rings that leave room for three programs per multiprocessor, and as many programs."""
+    """Three programs per multiprocessor, with rings that leave room for three."""
     out, tiles, tokens, target = call.out, call.tiles, call.tokens, call.target
     tile, k_tiles = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     size = 64 * call.operand.row_bytes + 256 * tile
@@ -160,7 +165,7 @@ def streaming(call: Call) -> Config:
         parts = limits.streaming_programs * programs // rows
     parts = min(limits.most_splits, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, k_tiles))  # none is empty
-    # Of many tokens attention, which then copies keys, but no product.
+    # With many tokens only attention gains from an early start: it copies keys. Products do not.
     first = tokens <= 16 or (tokens > 32 and not call.gated and out > call.depth)
     return Config(
         method="streaming",
@@ -173,15 +178,18 @@ def streaming(call: Call) -> Config:
 
 
 def stream_k(call: Call) -> Config:
-    """A program for each multiprocessor, with a ring that fills its shared memory."""
+    """One program per multiprocessor, with a ring that fills its shared memory."""
     ring = call.target.gpu.shared_memory_per_block - _STREAM_K_END
     stages = ring // (3 * 64 * call.operand.row_bytes + 256 * 64)
     return Config(method="stream_k", tokens=64, num_stages=stages)
 
 
 def stream_k_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
-    """Of `triton_stream_k`: how many programs share a third tile of rows, of which each multiplies
-    some of the `steps` tiles of inputs, none nothing; and how many programs there are."""
+    """The division of work of `triton_stream_k`: the number of programs that share a third tile of
+    rows, and the number of programs.
+
+    Each program that shares a tile multiplies at least one of its `steps` tiles of inputs.
+    """
     third = row_tiles - 2 * target.gpu.multiprocessors
     if not 0 < 2 * third <= target.gpu.multiprocessors:
         return 1, -(-row_tiles // 3)
@@ -190,14 +198,14 @@ def stream_k_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int
 
 
 def steps(tiles: int, splits: int, k_tiles: int) -> int:
-    """Tiles of each split but the last, which has no more: whole k-steps of `k_tiles`, unless all
-    have as many."""
+    """Input tiles of each split but the last, which may have fewer. A multiple of `k_tiles`, unless
+    all splits have the same number."""
     each = -(-tiles // splits)
     return each if tiles % each == 0 else -(-each // k_tiles) * k_tiles
 
 
 def unpack(call: Call) -> Config:
-    """Bound by memory: many warps, and partial sums where a weight has few rows."""
+    """Memory-bound: many warps, and several splits if a weight has few rows."""
     out, tiles, tokens = call.out, call.tiles, call.tokens
     token_tile = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     deep = tokens <= 32 and tiles >= call.limits.deep_tiles
@@ -222,8 +230,8 @@ def unpack(call: Call) -> Config:
 
 
 def hopper_bytes(call: Call) -> Config:
-    """Large tiles, if there are enough for all multiprocessors, and a ring that fills shared
-    memory; parts where few tiles are deep."""
+    """Large tiles if there are enough for all multiprocessors, and a ring that fills shared memory.
+    A weight with few rows and many inputs is split."""
     out, token_tiles = call.out, -(-call.tokens // 128)
     multiprocessors = call.target.gpu.multiprocessors
     if out % 256 == 0 and out // 256 * token_tiles >= multiprocessors:
@@ -234,7 +242,7 @@ def hopper_bytes(call: Call) -> Config:
 
 
 def hopper_codes(call: Call) -> Config:
-    """A program for each multiprocessor, and as many of its tiles as fit its shared memory."""
+    """One program per multiprocessor, with as many ring stages as fit its shared memory."""
     tile = 128 if call.tokens <= 128 else 256
     programs = call.out // 128 * -(-call.tokens // tile)
     each = max(1, call.target.gpu.multiprocessors // programs)
@@ -245,14 +253,15 @@ def hopper_codes(call: Call) -> Config:
 
 
 def e4m3_in_registers(call: Call) -> Config:
-    """Bound by instructions: small tiles of integers, whose sums are scaled in every k-step."""
+    """Instruction-bound. Integers take small tiles, because their sums are scaled in every
+    k-step."""
     config = Config(method="e4m3", tokens=64 if call.operand.kind == Kind.INT4 else 128)
     return _shared(call, config, call.limits.e4m3_register_programs)
 
 
 def e4m3_beforehand(call: Call) -> Config:
-    """Few tokens: bound by memory. Many: by the tensor cores, or nearly, and then tiles are as
-    large as leave none of them idle."""
+    """Memory-bound for few tokens. For many tokens nearly bound by the tensor cores: the largest
+    tiles that leave no multiprocessor idle."""
     tokens = call.tokens
     if tokens <= 64:
         config = Config(method="e4m3", tokens=32 if tokens <= 32 else 64)
@@ -265,14 +274,15 @@ def e4m3_beforehand(call: Call) -> Config:
 
 
 def _shared(call: Call, config: Config, wanted: int | Fraction) -> Config:
-    """In so many splits that each multiprocessor has the `wanted` number of programs."""
+    """The configuration with enough splits for `wanted` programs per multiprocessor."""
     programs = call.out // config.rows * -(-call.tokens // config.tokens)
     splits = _splits(call.tiles, 4, wanted * call.target.gpu.multiprocessors / programs)
     return replace(config, splits=splits)
 
 
 def _splits(tiles: int, most: int, wanted: float | Fraction) -> int:
-    """The fewest equal parts of the input's tiles, of at most `most`, that are `wanted` or more."""
+    """The smallest number of equal splits of the input tiles that is at least `wanted`, and at most
+    `most`."""
     divisors = [splits for splits in range(1, most + 1) if tiles % splits == 0]
     enough = [splits for splits in divisors if splits >= wanted]
     return enough[0] if enough else divisors[-1]

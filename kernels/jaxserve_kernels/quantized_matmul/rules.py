@@ -1,4 +1,4 @@
-"""Which kernel multiplies with a quantised weight, by format, shape and number of tokens."""
+"""Rules that pick the kernel for a quantised weight, by format, shape and number of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Kind, Operand, Quantized
 
 _MAX_PDL = 64
-"""Tokens of a product by `triton_streaming`, with programmatic dependent launch."""
+"""The most tokens of `triton_streaming`, with programmatic dependent launch."""
 
 
 def choose(
@@ -36,10 +36,10 @@ def choose(
     e4m3: bool = True,
     target: Target,
 ) -> Config | None:
-    """The configuration by the first rule that takes the product; None: dequantise, then the
-    product with the plain weight.
+    """The configuration from the first rule that accepts the product. None if none does: the weight
+    is then dequantised before the product.
 
-    The rules and their limits are the fastest of those measured on an H200 with Qwen3-4B's shapes;
+    The rules and their limits were the fastest of those measured on an H200 with Qwen3-4B's shapes:
     see lab/logs/quantised_weights.md.
     """
     call = Call.of(weight, tokens, gated=gated, hopper=hopper, e4m3=e4m3, target=target)
@@ -48,13 +48,13 @@ def choose(
 
 
 def configure(call: Call | None, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
-    """What a rule says to a product, if any kernel knows it."""
+    """Applies a rule to a product. call is None if no kernel supports the weight."""
     if call is None:
         return Refusal("no kernel knows groups or inputs of this number")
     if call.operand.kind == Kind.OTHER and rule is not _unpacked:
         return Refusal("it does not know the format")
     config = rule(call)
-    if isinstance(config, Refusal) or config.method == "large_n":  # whose last rows may be fewer
+    if isinstance(config, Refusal) or config.method == "large_n":  # accepts a partial last tile
         return config
     if call.out % config.rows or (call.gated and call.out // 2 % (config.rows // 2)):
         return Refusal(f"not whole tiles of {config.rows} rows")
@@ -70,8 +70,8 @@ def _streaming_rule(call: Call) -> Config | Refusal:
 
 
 def _stream_k_rule(call: Call) -> Config | Refusal:
-    """Warpgroups share many tokens where each multiprocessor gets about three of a weight's row
-    tiles; that kernel knows 4-bit integers."""
+    """For 4-bit integers, if there are about three row tiles per multiprocessor: three warpgroups
+    then share the copies of the tokens."""
     refused = _streaming_rule(call)
     if isinstance(refused, Refusal):
         return refused
@@ -84,8 +84,8 @@ def _stream_k_rule(call: Call) -> Config | Refusal:
 
 
 def _large_n(call: Call) -> Config | Refusal:
-    """Of an output matrix of integers, and so many tokens that their copies count, but not their
-    products."""
+    """For an int8 output matrix, with enough tokens that copying them matters, but too few to be
+    bound by the tensor cores."""
     if not call.hopper:
         return NOT_HOPPER
     rows = call.out >= call.limits.large_n_rows and call.out % 128 == 0
@@ -112,7 +112,7 @@ def _unpacked(call: Call) -> Config | Refusal:
 
 
 def _bytes(call: Call) -> Config | Refusal:
-    """That kernel has tiles of 128 tokens."""
+    """The kernel has tiles of 128 tokens, so it needs more than that."""
     if not call.hopper:
         return NOT_HOPPER
     knows = call.operand.kind == Kind.FP8 and call.scale_per_row and call.out % 128 == 0
@@ -161,17 +161,17 @@ RULES: dict[str, Callable[[Call], Config | Refusal]] = {
     "e4m3/triton, codes to e4m3 in registers": _in_registers,
     "e4m3/triton": _beforehand,
 }
-"""By the implementation's name, in the order in which they are asked."""
+"""Rules by the implementation's name, in the order in which they are tried."""
 
 
 def reads_copy(tokens: int, target: Target) -> bool:
-    """Whether a product reads a 4-bit weight's copy in e4m3, if it has one, and not its codes."""
+    """Whether a product reads a 4-bit weight's e4m3 copy, if it has one, rather than its codes."""
     return tokens > limits_of(target).most_from_codes
 
 
 def reads_quantized(operand: Operand, tokens: int, config: Config, target: Target) -> bool:
-    """Whether it pays that a norm before a product in e4m3 makes its tokens' 8 bits: it takes up to
-    1 % off a step of 256 rows. With fewer rows it made no difference, nor with NVFP4 in Triton."""
+    """Whether the norm before an e4m3 product should quantise its tokens. That saves up to 1 % of a
+    step of 256 rows. It made no difference with fewer rows, or with NVFP4 in Triton."""
     if config.method == "hopper" and operand.kind != Kind.INT4:
         return True
     in_8_bits = config.method in ("e4m3", "hopper") and operand.kind in (Kind.INT4, Kind.FP8)
@@ -179,7 +179,8 @@ def reads_quantized(operand: Operand, tokens: int, config: Config, target: Targe
 
 
 def _in_8_bits(call: Call) -> bool:
-    """Where the tensor cores' rate counts, or the instructions that unpack."""
+    """Whether the product takes 8-bit tokens: with many tokens it is bound by the tensor cores or
+    by unpacking."""
     tokens_in = call.operand.tokens_in
     if tokens_in is None or (tokens_in == "e4m3" and not call.e4m3):
         return False
@@ -188,8 +189,8 @@ def _in_8_bits(call: Call) -> bool:
 
 
 def _most_in_registers(call: Call) -> int:
-    """Tokens up to which 4 bits become e4m3 in registers: beyond it, or with very small groups,
-    a pass over the weight costs less."""
+    """The most tokens for which 4-bit codes are converted to e4m3 in registers. With more tokens,
+    or with very small groups, a separate pass over the weight costs less."""
     if call.operand.bits == 8:
         return 0
     if call.operand.kind == Kind.INT4:
@@ -198,8 +199,8 @@ def _most_in_registers(call: Call) -> int:
 
 
 def _on_hopper(call: Call) -> bool:
-    """Where `e4m3.hopper` was the fastest of what was measured on an H200. Its tiles are of 256
-    tokens, so that 384 are as slow as 512."""
+    """Whether `e4m3.hopper` was the fastest kernel measured on an H200. Its tiles have 256 tokens,
+    so 384 tokens take as long as 512."""
     tokens, gated = call.tokens, call.gated
     if call.operand.bits == 8 or call.out % 128 or tokens > 512:
         return False

@@ -1,4 +1,4 @@
-"""What kernels are given of a quantised weight: its arrays, and which kind of weight it is."""
+"""Kernel arguments of a quantised weight: its arrays, and constants of its format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ZERO: tl.constexpr = tl.constexpr(1)
 
 
 def operand_of(weight: Quantized) -> Operand:
-    """What kernels take, of a weight for which an implementation with kernels was chosen."""
+    """The weight's operand. The weight must be one that a kernel was chosen for."""
     operand = weight.operand
     assert operand is not None, f"no kernel knows {type(weight)}"
     return operand

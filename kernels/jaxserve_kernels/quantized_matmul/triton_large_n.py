@@ -1,9 +1,9 @@
-"""Products of 17 to 64 tokens with a matrix of many rows of int8, on Hopper: the output matrix.
+"""Products of 17 to 64 tokens with an int8 matrix of many rows, the output matrix, on Hopper.
 
-A program takes several blocks of 128 rows at a time, so that tokens, which are as many bytes as
-128 rows of codes, are copied once for all of them. When it has those it goes on with others, and
-its ring in shared memory does not run empty between. Codes become bfloat16 in registers, from where
-the tensor cores take them.
+A program takes several blocks of 128 rows at a time, so that it copies the tokens once for all of
+them: 64 tokens are as many bytes as 128 rows of codes. It then goes on with the next blocks, and
+its ring in shared memory stays full in between. Codes become bfloat16 in registers, from which the
+tensor cores read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int8Weight
 
 _ROWS = gl.constexpr(128)
-"""Of a block: 16 for each of eight warps."""
+"""Rows of a block: 16 for each of eight warps."""
 
 
 @gluon.jit
@@ -38,11 +38,11 @@ def _copy(
     word_ring, x_ring, words, x, there, k_step, place,
     blocks: gl.constexpr, steps: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """What a k-step multiplies: 128 inputs of each block and of all tokens."""
+    """Copies the operands of a k-step: 128 inputs of each block and of all tokens."""
     first = (k_step // steps * gl.num_programs(0) + gl.program_id(0)) * BLOCKS
     tile = k_step % steps
     for each in gl.static_range(BLOCKS):
-        block = gl.minimum(first + each, blocks - 1)  # past the end: the last one again
+        block = gl.minimum(first + each, blocks - 1)  # past the end: repeat the last block
         source = words + (block.to(gl.int64) * (2 * steps) + tile) * 4096
         async_copy.async_load(word_ring.index(place * BLOCKS + each), source)
     async_copy.async_load(x_ring.index(place), x + tile * 128, mask=there)
@@ -77,7 +77,7 @@ def _product(
     x = x_ptr + token * k + gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     there, _ = gl.broadcast(token < tokens, x)
     k_steps = (groups - program + programs - 1) // programs * steps
-    for k_step in gl.static_range(ahead):  # a program has at least a group's, which are more
+    for k_step in gl.static_range(ahead):  # a program has more k-steps than this
         _copy(word_ring, x_ring, words, x, there, k_step, k_step, blocks, steps, BLOCKS)
 
     nothing = gl.zeros([_ROWS, TOKENS], gl.float32, mma)

@@ -1,4 +1,5 @@
-"""Tokens with their inputs in the order in which a weight has them; launched early (PDL)."""
+"""Permutes the inputs of tokens into the order in which a weight is stored; launched early
+(PDL)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Products of up to eight tokens with 4-bit integers: bound by how fast their codes arrive.
+"""Products of up to eight tokens with 4-bit integers: bound by the latency and rate of loading
+codes.
 
-A program takes 16 rows of the weight, and each of its warps other tiles of the input. A thread asks
-for all its codes at once and keeps them in registers, where the tensor cores' smallest product (16
-rows by 8 tokens) takes them as they have arrived: which input is which is a permutation, and the
-tokens are read in the same one. The warps' sums are added in the program, so that a row's parts are
-few: whoever reads them waits for each.
+A program takes 16 rows of the weight, and each of its warps takes other input tiles. A thread loads
+all its codes at once into registers. The tensor cores' smallest product (16 rows by 8 tokens) reads
+them there without reordering: the layout permutes the inputs, and tokens are loaded in the same
+permutation. The program adds its warps' sums, so that the result has few parts for its reader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _tile_and_row(
     program, first, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """The warps' first tiles [WARPS, 1], and rows of the weight [1, ROWS]: of gate, then of up."""
+    """The warps' first tiles [WARPS, 1], and weight rows [1, ROWS]; gated: gate rows, then up
+    rows."""
     tile = first + gl.arange(0, WARPS, gl.SliceLayout(1, layout))
     lane = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     row = program * ROWS + lane
@@ -45,7 +46,7 @@ def _tile_and_row(
 
 @gluon.jit
 def _load(at, tile, tiles: gl.constexpr, EVEN: gl.constexpr):
-    """EVEN: no warp has a tile past the last one, of which there would be zeros."""
+    """Loads from the warps' tiles, zeros past the last one. EVEN: no tile is past the last one."""
     if EVEN:
         values = gl.load(at)
     else:
@@ -59,7 +60,7 @@ def _load_tiles(
     pointer, tile, stride: gl.constexpr, tiles: gl.constexpr,
     STEPS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What lies at `pointer` of each step's tile, `stride` apart."""
+    """Loads the elements at `pointer` for the tiles of all steps. Tiles are `stride` apart."""
     values = ()
     for step in gl.static_range(STEPS):
         at = pointer + step * (WARPS * stride)
@@ -72,7 +73,7 @@ def _copy_tiles(
     pointer, tile, stride: gl.constexpr, tiles: gl.constexpr,
     STEPS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The same on its way into shared memory."""
+    """`_load_tiles` as asynchronous copies into shared memory."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     places = ()
     for step in gl.static_range(STEPS):
@@ -95,7 +96,8 @@ def _product(
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """n: rows of the result; gated, half of the weight's. GROUP: inputs per scale, 32, 64, 128."""
+    """n: rows of the result; gated, half of the weight's. GROUP: inputs per scale, 32, 64 or
+    128."""
     tiles: gl.constexpr = k // 128
     groups: gl.constexpr = 128 // GROUP
     shared: gl.constexpr = 4 // groups  # planes of 32 inputs that share a scale
@@ -127,7 +129,7 @@ def _product(
         source = x_ptr + tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, flat))[None, :]
         inputs = _copy_tiles(source, tile, 128, tiles, STEPS, WARPS)
         async_copy.wait_group(0)
-    # Without it ptxas asks for some codes only when it has used others.
+    # Without the barrier ptxas moves some loads of codes after the use of others.
     gl.barrier()
 
     tile = first + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, right)))[:, None, None]

@@ -1,14 +1,14 @@
-"""Gated products of 33 to 64 tokens with 4-bit integers, by PDL: warpgroups share the tokens.
+"""Gated products of 33 to 64 tokens with 4-bit integers, with PDL: warpgroups share the tokens.
 
-As in `triton_streaming` codes wait in a ring in shared memory when the kernels before end. There
-three programs on a multiprocessor copy all tokens three times over. Here a program has three
-warpgroups with 64 rows of the weight each, which take the same tokens, and four warps that copy.
-Nobody waits for all others: a stage of the ring is ready when it has been copied, and free when all
-three are done with it.
+As in `triton_streaming`, codes are copied to a ring in shared memory while earlier kernels run.
+There, three programs on a multiprocessor copy the tokens three times. Here, a program has three
+warpgroups with 64 weight rows each, which share one copy of the tokens, and four warps that copy.
+No barrier joins all warps: a ring stage is ready when it has been copied, and free when all three
+warpgroups have used it.
 
-Where there are fewer than three tiles of rows for each multiprocessor, all have as much to do: two
-whole tiles, and a share of the inputs of a third. Who has the first share of a tile leaves its sums
-to the next one, and so on.
+If there are fewer than three row tiles per multiprocessor, all programs still get equal work: two
+whole tiles, and a share of the inputs of a third (stream-K). The program with a tile's first share
+passes its sums on to the one with the second, and so on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INT4 = gl.constexpr(INT4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 _ROWS = gl.constexpr(64)
-"""Of a tile: a warpgroup's."""
+"""Weight rows of a tile: those of one warpgroup."""
 
 _GROUPS = gl.constexpr(3)
 """Warpgroups that multiply."""
@@ -50,8 +50,7 @@ _GROUPS = gl.constexpr(3)
 def _place(
     group: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
-    """A warpgroup's tile of rows, and the steps in which it multiplies: none where there is no such
-    tile."""
+    """A warpgroup's row tile, and its range of steps, which is empty if there is no such tile."""
     program = gl.program_id(0)
     begin = 0
     end = steps
@@ -61,7 +60,7 @@ def _place(
         tile = program * (_GROUPS - 1) + group
     else:
         each: gl.constexpr = (steps + SPLITS - 1) // SPLITS
-        gl.static_assert((SPLITS - 1) * each < steps)  # the last share has the sums of all
+        gl.static_assert((SPLITS - 1) * each < steps)  # the last share stores the tile
         tile = gl.num_programs(0) * (_GROUPS - 1) + program // SPLITS
         begin = program % SPLITS * each
         end = gl.minimum(begin + each, steps)
@@ -76,7 +75,7 @@ def _multiply(
     groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup."""
+    """One of the warpgroups that multiply."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     tile, begin, end = _place(group, steps, row_tiles, SPLITS)
     acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
@@ -95,7 +94,7 @@ def _multiply(
                     acc = _hand_on(acc, partial_ptr, flag_ptr, SPLITS)
         mbarrier.arrive(free.index(stage), count=1)
     finishes = begin < end
-    if SPLITS > 1 and group == _GROUPS - 1:  # the last of those that share it
+    if SPLITS > 1 and group == _GROUPS - 1:  # the program with the last share stores the tile
         finishes = finishes & (gl.program_id(0) % SPLITS == SPLITS - 1)
     if finishes:
         finish(acc * 64.0, out_ptr, tile, tokens, n, GATED)  # less_zero
@@ -103,8 +102,8 @@ def _multiply(
 
 @gluon.jit
 def _hand_on(acc, partial_ptr, flag_ptr, SPLITS: gl.constexpr):
-    """Adds what the shares before this one have left, and leaves the sums to the next one. Earlier
-    inputs are multiplied earlier, so nobody waits long. All programs run at once (`residency`)."""
+    """Adds the sums of earlier shares of the tile, and passes the total on to the next share.
+    Earlier shares finish earlier, so waits are short. All programs run at once (`residency`)."""
     program = gl.program_id(0)
     TOKENS: gl.constexpr = acc.shape[1]
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -128,7 +127,7 @@ def _copy_codes(
     n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
     groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Two warps that wait for no other kernel."""
+    """Two warps that copy codes. They do not wait for earlier kernels."""
     word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
@@ -160,8 +159,8 @@ def _copy_tokens(
     tokens: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Two warps that wait for the kernels before this one. When all has been asked for, the next
-    one may be brought in."""
+    """Two warps that copy tokens, after earlier kernels have ended. When all copies are issued, the
+    next kernel may start."""
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]

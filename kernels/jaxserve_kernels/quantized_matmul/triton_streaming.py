@@ -1,9 +1,9 @@
 """Products of up to 64 tokens, launched early (PDL): codes stream through a ring in shared memory.
 
-A program fills the ring with codes and scales of its rows, and only then waits for the kernels
-before it, as `dense_matmul.triton_streaming` does; a tile of codes is a half or a
-quarter of bfloat16's, so that most of a weight is on its way by then. Codes become bfloat16 in
-registers, from where the tensor cores take them, a plane of inputs at a time.
+A program first fills the ring with codes and scales of its rows, and then waits for earlier
+kernels, like `dense_matmul.triton_streaming`. Codes take a half or a quarter of the bytes of
+bfloat16, so most of a weight is in flight by then. Codes become bfloat16 in registers, from which
+the tensor cores read, one plane of inputs at a time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 @gluon.jit
 def rows_of(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr):
-    """The weight's rows of the program's lanes. Gated, each 8 of gate are followed by the 8 of up
-    that they go with: a thread of the tensor cores has the sums of both."""
+    """The weight rows of the program's lanes. Gated, every 8 rows of gate are followed by the same
+    8 of up, so that a thread holds the sums of both."""
     if GATED:
         row = program * (ROWS // 2) + lane // 16 * 8 + lane % 8 + lane // 8 % 2 * n
     else:
@@ -51,7 +51,7 @@ def rows_of(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.conste
 
 @gluon.jit
 def _copy(place, source, tile, left, EVEN: gl.constexpr):
-    """A k-step's part of a ring. EVEN: all its tiles are among those that are left."""
+    """Copies a k-step's part of a ring. EVEN: no tile of it is past the end."""
     if EVEN:
         async_copy.async_load(place, source)
     else:
@@ -61,7 +61,7 @@ def _copy(place, source, tile, left, EVEN: gl.constexpr):
 
 @gluon.jit
 def _copy_inputs(place, x, depth, tile, left, columns: gl.constexpr, k: gl.constexpr):
-    """A k-step's part of the tokens, `depth` of which are at x."""
+    """Copies a k-step's inputs of the tokens. `depth`: index of the inputs at x."""
     there, _ = gl.broadcast(tile < left, x)
     if columns < k:
         there = there & (depth < columns)
@@ -76,12 +76,13 @@ def accumulate(
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, K_TILES: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The program's rows of a weight times the tokens over a part of the inputs, from tile `first`.
+    """The program's weight rows times the tokens over one split of the inputs, from tile `first`.
 
-    second_ptr: zero points of 4-bit integers, scales per row of NVFP4. n: rows of the result;
-    gated, half of the weight's. Tokens have `columns` of the weight's k inputs, the others are 0.
-    STEPS: tiles of 128 inputs of a part; K_TILES of them are one k-step, of which the rings hold
-    STAGES. The next kernel may be brought in FIRST, or when this one has read.
+    second_ptr: zero points of 4-bit integers, or scales per row of NVFP4. n: rows of the result;
+    gated, half of the weight's. columns: inputs of the tokens; the weight's other k - columns
+    inputs count as 0. STEPS: tiles of 128 inputs in a split. K_TILES: tiles in a k-step. STAGES:
+    k-steps in the rings. FIRST: the next kernel may start before this one reads its weights, not
+    only after.
     """
     tiles: gl.constexpr = k // 128
     halves: gl.constexpr = 2 if KIND == _NVFP4 else 1
@@ -102,7 +103,7 @@ def accumulate(
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
-    else:  # the last part is shorter, by whole k-steps
+    else:  # the last split is shorter, by whole k-steps
         gl.static_assert(even and tiles % K_TILES == 0)
         steps = gl.minimum(STEPS, tiles - first)
 
@@ -144,7 +145,7 @@ def accumulate(
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     x = x_ptr + lane % TOKENS * columns + (first + lane // TOKENS) * 128 + depth
     depth = (first + lane // TOKENS) * 128 + depth
-    # A token that is not there is like a tile past the last one.
+    # A missing token is treated like a tile past the last one.
     tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
 
     for k_step in gl.static_range(ahead):
@@ -239,7 +240,7 @@ def _product(
 
 @gluon.jit
 def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr):
-    """The sums of a program's rows to memory, gated or as a part."""
+    """Stores the sums of a program's rows, gated or as partial sums."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     dtype: gl.constexpr = out_ptr.dtype.element_ty

@@ -1,6 +1,6 @@
-"""What requests change about the model's scores before a token is chosen, in plain JAX.
+"""Penalties, biases and masks that requests apply to the model's scores, in plain JAX.
 
-A row without any of it costs nothing; the tables are read only for rows whose features ask.
+A row without adjustments costs nothing: tables are read only for rows with the feature set.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 PENALISED, BIASED, MASKED = 1, 2, 4
-"""Features of a row: reads its slot's counts, biases, mask."""
+"""Features of a row, as bits: it uses its slot's counts, biases or mask."""
 
 MAX_BIASES = 1024
 """Entries in a slot's list of biases."""
 
 SUPPRESSED = -1e30
-"""The bias of a token that should not be chosen while any other can: unlike -inf it leaves a row
-whose other tokens are all masked with something to choose, and no arithmetic makes it NaN."""
+"""The bias of a token that may be chosen only if no other can. Unlike -inf, it leaves a choice if
+all other tokens are masked, and arithmetic does not turn it into NaN."""
 
 IN_PROMPT = -(2**15)
-"""The bit of a count that says that the token occurs in the prompt."""
+"""Bit of a count: the token occurs in the prompt."""
 MAX_COUNT = 2**15 - 1
-"""Counts of output tokens stay at it."""
+"""Counts of output tokens saturate at this."""
 
 
 class RowAdjustments(NamedTuple):
-    """Of each row, all [rows]."""
+    """Adjustment parameters of each row, all [rows]."""
 
     features: Array  # int32: a sum of PENALISED, BIASED, MASKED
     slots: Array  # int32: row of the tables
@@ -37,27 +37,32 @@ class RowAdjustments(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """A row per slot, on the device. What rows hold that no feature asks for is undefined."""
+    """Tables with a row per slot, on the device. Rows whose feature is not set are undefined."""
 
     counts: Array
-    """int16 [slots, vocab]: how often the token was sampled, with IN_PROMPT if it was read."""
+    """int16 [slots, vocab]: how often the token was sampled, plus IN_PROMPT if the prompt has
+    it."""
     biases: Array
-    """int32 [slots, 3 * MAX_BIASES]: token ids, rising, then the largest int32; float32 bits to add
-    to their scores; positions from which on they are not added."""
+    """int32 [slots, 3 * MAX_BIASES]: rising token ids, padded with the largest int32; then the
+    biases as float32 bits; then the positions from which on each bias is no longer added."""
     masks: Array
     """int32 [slots, ceil(vocab / 32)]: bit i of word w allows token 32 * w + i."""
 
 
 def adjust(logits: Array, position: Array, rows: RowAdjustments, tables: SlotTables) -> Array:
-    """The scores that tokens are chosen by, float32 [rows, vocab].
+    """The adjusted scores from which tokens are chosen, float32 [rows, vocab].
 
-    In the order of transformers and vLLM: biases; the repetition penalty, by which positive scores
-    are divided and negative ones multiplied if the token occurs in prompt or output; frequency
-    times count in the output; presence if that is not 0. Then what the mask forbids is -inf.
+    In the order of transformers and vLLM:
+
+    1. biases are added;
+    2. if the token occurs in prompt or output, the repetition penalty divides positive scores and
+       multiplies negative ones;
+    3. frequency times the count in the output is subtracted, and presence if that count is not 0;
+    4. tokens that the mask forbids become -inf.
 
     Args:
       logits: float32 [rows, vocab].
-      position: int32 [rows], of the token to be chosen.
+      position: int32 [rows], position of the token to be chosen.
     """
 
     def has(feature: int) -> Array:
@@ -75,7 +80,8 @@ def adjust(logits: Array, position: Array, rows: RowAdjustments, tables: SlotTab
 
 
 def count(tokens: Array, counted: Array, rows: RowAdjustments, tables: SlotTables) -> SlotTables:
-    """Count the chosen tokens [rows] of the rows in `counted` (bool) that have penalties."""
+    """Counts the chosen tokens, int32 [rows], in the tables: for rows in `counted`, bool [rows],
+    that have penalties."""
     counts = tables.counts
     old = counts[rows.slots, tokens]
     new = jnp.where((old & MAX_COUNT) < MAX_COUNT, old + jnp.int16(1), old)
@@ -102,6 +108,6 @@ def _penalised(scores: Array, penalised: Array, rows: RowAdjustments, tables: Sl
     lower = jnp.where(counts != 0, repeated, scores)
     lower = lower - rows.frequency[:, None] * output
     lower = lower - jnp.where(output > 0, rows.presence[:, None], 0.0)
-    # Within float32 whatever the factor, and above what the mask forbids.
+    # Finite for any penalty, and above masked tokens.
     lower = jnp.clip(lower, SUPPRESSED, -SUPPRESSED)
     return jnp.where(penalised[:, None] & (scores > -jnp.inf), lower, scores)

@@ -37,13 +37,13 @@ def score(
 
 
 def _for_cpus(*_: Any, target: Target, **__: Any) -> Refusal | None:
-    """On a CPU XLA has a library function for the largest, where the definition is a loop to be
-    compiled."""
+    """Accepts CPUs. There XLA has a library function for `top_k`; the definition is a loop, which
+    takes long to compile."""
     return None if target.implementation == "cpu" else Refusal("made for CPUs")
 
 
 def _op(name: str) -> Op:
-    """The operation of that name, which is a function of `reference` and of `triton`."""
+    """The operation `name`, a function that both `reference` and `triton` define."""
     definition = getattr(reference, name)
 
     def kernels(_: None, *args: Any, **options: Any) -> Any:

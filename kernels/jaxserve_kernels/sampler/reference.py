@@ -1,7 +1,7 @@
 """The definition of sampling, in plain JAX, without a full sort.
 
-Each row has its own parameters and its own random numbers, fixed by (seed, position): what else
-runs in the step never changes a row's choice. Work that no row of the step needs is skipped.
+Each row has its own parameters. Its random numbers depend only on (seed, position), so other rows
+of the step never change its choice. Work that no row of the step needs is skipped.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from jax import Array, lax
 from jaxserve_kernels.sampler.adjust import RowAdjustments, SlotTables, adjust, count
 
 RADIX_BITS = 2
-"""Bits of a threshold found per pass over the row: 3 comparisons per element and pass."""
+"""Bits of a threshold that one pass over the row finds, with 3 comparisons per element."""
 
 MIN_TEMPERATURE = 1e-6
-"""Logits that differ by more than float32 noise are greedy here already; less could overflow."""
+"""Lower bound of the temperature. It is greedy for logits that differ by more than float32 noise;
+lower values could overflow."""
 
 
 type Largest = Callable[[Array, int], tuple[Array, Array]]
-"""The so many largest of each row, falling, and their indices: see `jax.lax.top_k`."""
+"""Function like `jax.lax.top_k`: the largest values of each row, falling, and their indices."""
 
 
 class RowSampling(NamedTuple):
-    """Parameters of each row, all [rows]. Rows that do not sample are not active."""
+    """Sampling parameters of each row, all [rows]. Rows that do not sample are not active."""
 
     active: Array  # bool
     temperature: Array  # float32, 0 is greedy
@@ -39,7 +40,7 @@ class RowSampling(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Natural-log probabilities before adjustments, temperature and truncation."""
+    """Natural logarithms of probabilities, before adjustments, temperature and truncation."""
 
     sampled: Array  # float32 [rows]
     top_ids: Array  # int32 [rows, alternatives], most likely first
@@ -47,7 +48,7 @@ class Logprobs(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """How likely given tokens are, and what else would have been."""
+    """Logprobs and ranks of given tokens, and the most likely tokens at their positions."""
 
     logprob: Array  # float32 [rows]
     rank: Array  # int32 [rows]: 1 for the most likely token
@@ -56,18 +57,18 @@ class TokenScores(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What `sample` chose."""
+    """The result of `sample`."""
 
     tokens: Array  # int32 [rows]
     logprobs: Logprobs
     tables: SlotTables
-    """With the tokens of penalised rows counted."""
+    """The tables, with the tokens of penalised rows counted."""
 
 
 def largest(values: Array, count: int) -> tuple[Array, Array]:
-    """See `jax.lax.top_k`; equals in the order of their indices.
+    """Like `jax.lax.top_k`, with ties in the order of their indices.
 
-    Maxima one by one instead of a sort, which no CUDA graph can hold.
+    Takes maxima one by one, because XLA's sort cannot be part of a CUDA graph.
     """
     rows = values.shape[0]
     row = jnp.arange(rows)
@@ -100,19 +101,19 @@ def sample(
         tables = count(tokens, rows.active, adjustments, tables)
         return tokens, logprobs(logits, tokens, wanted), tables
 
-    Rows that neither are active nor want logprobs cost nothing: their token and logprob are 0.
+    Rows that are not active and want no logprobs cost nothing. Their token and logprob are 0.
 
     Args:
       logits: float32 [rows, padded vocab].
       rows: parameters of each row.
-      adjustments: what each row changes about its scores, with `tables` [slots, ...].
+      adjustments: each row's penalties, biases and masks, which refer to `tables` [slots, ...].
       wanted: bool [rows]: rows whose most likely `alternatives` tokens are wanted.
       vocab: only token ids below it are sampled; the rest of the logits is padding.
       largest: see `logprobs`.
 
     Returns:
-      Logprobs are those of the model, before adjustments; `top` and `top_ids` of rows that do not
-      want them are undefined.
+      Tokens, logprobs and tables. Logprobs are the model's, before adjustments. `top` and `top_ids`
+      are undefined for rows that do not want them.
     """
     logits = jnp.where(jnp.arange(logits.shape[1]) < vocab, logits, -jnp.inf)
     used = rows.active | wanted
@@ -124,11 +125,11 @@ def sample(
 
 
 def choose(logits: Array, rows: RowSampling) -> Array:
-    """The next token of each row: int32 [rows] from float32 logits [rows, vocab].
+    """Draws the next token of each row: int32 [rows] from float32 logits [rows, vocab].
 
-    Temperature first, then top-k, then top-p over what top-k left, then min-p against the most
-    likely token; a Gumbel maximum over what is left draws from the renormalised distribution.
-    Tokens that tie with the last one kept are kept.
+    Applies temperature, then top-k, then top-p to the tokens that top-k keeps, then min-p relative
+    to the most likely token. The maximum of scores with Gumbel noise then draws from the
+    renormalised distribution. Tokens that tie with the last kept one are kept.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = rows.active & (rows.temperature > 0)
@@ -158,7 +159,7 @@ def logprobs(
       logits: float32 [rows, vocab].
       sampled: int32 [rows].
       wanted: bool [rows].
-      largest: finds the most likely ones.
+      largest: finds the most likely tokens.
     """
     norm = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, sampled[:, None], axis=-1)[:, 0] - norm
@@ -192,7 +193,7 @@ def ranks(logits: Array, tokens: Array) -> Array:
 
 
 def truncate(scaled: Array, rows: RowSampling) -> Array:
-    """-inf for what top-k, top-p and min-p exclude; float32 [rows, vocab]."""
+    """Sets tokens that top-k, top-p or min-p exclude to -inf; float32 [rows, vocab]."""
     vocab = scaled.shape[-1]
     keys = _ordered(scaled)
     keep_count = jnp.where(rows.top_k > 0, rows.top_k, vocab).astype(jnp.float32)
@@ -200,7 +201,7 @@ def truncate(scaled: Array, rows: RowSampling) -> Array:
     kept = jnp.where(keys >= kth[:, None], scaled, -jnp.inf)
 
     weights = jnp.exp(kept - kept.max(-1, keepdims=True))
-    # A top_p that vanishes in float32 still keeps the most likely token, whose weight is 1.
+    # If top_p underflows to 0, the most likely token, whose weight is 1, is still kept.
     mass = jnp.maximum(rows.top_p * weights.sum(-1), jnp.finfo(jnp.float32).tiny)
     nucleus = _largest_threshold(keys, weights, mass)
     in_nucleus = (keys >= nucleus[:, None]) | (rows.top_p >= 1)[:, None]
@@ -229,7 +230,7 @@ def _largest_threshold(keys: Array, weights: Array, target: Array) -> Array:
 
 
 def _ordered(x: Array) -> Array:
-    """uint32 whose order is that of the float32 values."""
+    """Maps float32 values to uint32 keys of the same order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     flipped = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
     return lax.bitcast_convert_type(flipped, jnp.uint32) ^ jnp.uint32(0x80000000)
@@ -242,6 +243,6 @@ def _gumbel(rows: RowSampling, vocab: int) -> Array:
         lax.bitcast_convert_type(words, jnp.uint32), impl="threefry2x32"
     )
     bits = jax.vmap(lambda key: jax.random.bits(key, (vocab,), jnp.uint32))(keys)
-    # 23 bits at the middle of their steps: neither 0 nor 1, whose noise is infinite.
+    # 23 random bits plus half a step: never 0 or 1, for which the noise is infinite.
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))

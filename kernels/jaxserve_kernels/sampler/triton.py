@@ -1,14 +1,16 @@
 """The sampler as two kernels: a scan of the vocabulary in parallel, then one program per row.
 
-The scan leaves each chunk's maximum, its place, and its share of the softmax sum, and the same of
-the noisy scores; a row that only wants the most likely token, or draws from the whole distribution,
-needs no more than to merge them. A row with a top_p or min_p checks whether the token drawn is
-among those that they leave, and draws again where it is not. A row with a small top_k takes its
-tokens one by one, each from the chunk whose maximum is largest; one with a large top_k searches its
-threshold digit by digit over the row. Nothing is sorted.
+The scan stores each chunk's maximum, its place and its part of the softmax sum, and the same for
+scores with noise. The selection then depends on the row:
 
-For a row that adjusts its scores the scan also writes the adjusted ones, and the choice reads those
-instead. They are scratch that other rows never touch.
+- Greedy rows, and rows that draw from the whole distribution, only merge the chunks.
+- With top_p or min_p, the row tests whether the drawn token is among the kept ones, and draws again
+  if it is not.
+- With a small top_k, the row takes its tokens one by one, each from the chunk with the largest
+  maximum. With a large one, it searches the threshold digit by digit over the row.
+
+Nothing is sorted. If a row adjusts its scores, the scan also writes the adjusted scores to scratch
+memory, and the selection reads those. Other rows do not touch the scratch.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from jaxserve_kernels.triton_call import triton_call
 
 _CHUNK = 4096
 _LIST = 64
-"""The largest top_k whose tokens are taken one by one."""
+"""The largest top_k for which tokens are taken one by one."""
 
 
 def sample(
@@ -117,7 +119,8 @@ def sample(
 def score(
     logits: Array, tokens: Array, *, vocab: int, alternatives: int, target: Target
 ) -> TokenScores:
-    """The alternatives by the kernels, of rows that do not sample; the rest is one pass by XLA."""
+    """See `sampler.api`. The kernels find the alternatives, with rows that do not sample; XLA
+    computes the rest in one pass."""
     zeros, ones = jnp.zeros(tokens.shape, jnp.int32), jnp.ones(tokens.shape, jnp.float32)
     rows = RowSampling(zeros != 0, 0 * ones, zeros, ones, 0 * ones, zeros, zeros)
     adjustments = RowAdjustments(zeros, zeros, ones, ones, ones)

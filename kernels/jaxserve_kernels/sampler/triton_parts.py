@@ -1,5 +1,5 @@
-"""What both kernels of the sampler need: what one leaves the other, noise, maxima, an order of
-float32."""
+"""Shared parts of the sampler's two kernels: the layout of the scan's results, noise, maxima, and
+an integer order of float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve_kernels.sampler import adjust
 
 ACTIVE = tl.constexpr(1)
 WANTED = tl.constexpr(2)
-"""Flags of a row: it samples, its most likely tokens are wanted."""
+"""Flags of a row, as bits: it samples; its most likely tokens are wanted."""
 
 PENALISED = tl.constexpr(adjust.PENALISED)
 BIASED = tl.constexpr(adjust.BIASED)
@@ -18,24 +18,25 @@ MASKED = tl.constexpr(adjust.MASKED)
 MAX_COUNT = tl.constexpr(adjust.MAX_COUNT)
 
 PARTS = tl.constexpr(5)
-"""Places for what the scan leaves of a chunk, in an array of numbers and one of token ids."""
+"""Entries per chunk in the scan's two results, an array of numbers and one of token ids."""
 
 PEAK = tl.constexpr(0)
 MASS = tl.constexpr(1)
 NOISY = tl.constexpr(2)
 SCORE = tl.constexpr(3)
 SCORE_MASS = tl.constexpr(4)
-"""Places of numbers: the largest logit, and the sum of all exponentials over its; the largest score
-with noise, the largest score (adjusted, if the row adjusts any), and the sum of all exponentials
-over its at the row's temperature."""
+"""Entries of numbers: the largest logit, and the sum of exponentials relative to it; the largest
+score with noise; the largest score, and the sum of exponentials relative to it at the row's
+temperature. Scores are adjusted logits, if the row adjusts them."""
 
 PEAK_ID = tl.constexpr(0)
 NOISY_ID = tl.constexpr(1)
 SCORE_ID = tl.constexpr(2)
-"""Places of the tokens that have the largest."""
+"""Entries of token ids: the tokens with the largest values."""
 
 TINY = tl.constexpr(1.1754943508222875e-38)
-"""float32's least normal number: a top_p that vanishes keeps the most likely token of weight 1."""
+"""float32's smallest normal number. If top_p underflows, it keeps the most likely token (weight
+1)."""
 
 
 @triton.jit
@@ -85,14 +86,14 @@ def gumbel(seed, position, ids):
 
 @triton.jit
 def largest(values, ids):
-    """The largest value and the lowest id that has it."""
+    """The largest value, and the lowest id with that value."""
     peak = tl.max(values, axis=0)
     return peak, tl.min(tl.where(values == peak, ids, 0x7FFFFFFF), axis=0)
 
 
 @triton.jit
 def ordered(x):
-    """uint32 whose order is that of the float32 values."""
+    """Maps float32 values to uint32 keys of the same order."""
     bits = x.to(tl.int32, bitcast=True)
     flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return flipped.to(tl.uint32, bitcast=True) ^ 0x80000000

@@ -27,7 +27,7 @@ from jaxserve_kernels.sampler.triton_parts import (
 
 @triton.jit
 def _add_biases(x, ids, first, position, list_ptr, BLOCK: tl.constexpr, BIASES: tl.constexpr):
-    """Scores of the tokens `first + arange(BLOCK)` with their slot's biases."""
+    """Adds the slot's biases to the scores x of the tokens `first + arange(BLOCK)`."""
     entries = tl.load(list_ptr + tl.arange(0, BIASES))
     start = tl.sum((entries < first).to(tl.int32), axis=0)
     end = tl.sum((entries < first + BLOCK).to(tl.int32), axis=0)
@@ -59,8 +59,8 @@ def scan(
     count_stride: tl.constexpr, mask_stride: tl.constexpr, BIASES: tl.constexpr,
     MIN_T: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row and chunk of BLOCK logits: adjusts them, and leaves what `select`
-    needs of the chunk (`triton_parts`)."""
+    """One program per row and chunk of BLOCK logits. It adjusts them, and stores the chunk's
+    results for `select` (`triton_parts`)."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     flags = tl.load(flags_ptr + row)

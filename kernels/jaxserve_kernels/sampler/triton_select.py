@@ -1,4 +1,4 @@
-"""The sampler's second kernel: one program per row chooses its token from what the scan left."""
+"""The sampler's second kernel: one program per row chooses a token from the scan's results."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from jaxserve_kernels.sampler.triton_parts import (
 @triton.jit
 def _take(logits_row, peaks, last, last_id, vocab: tl.constexpr, BLOCK: tl.constexpr,
           CHUNKS: tl.constexpr):  # fmt: skip
-    """The next token in order of (logit falling, id rising), and the chunks' maxima after it.
+    """The next token by falling logit and rising id, and the chunks' maxima without it.
 
-    `last` and `last_id` are the token taken before: everything up to it in that order is gone.
+    `last` and `last_id` are the logit and id of the previous token. All tokens up to it in that
+    order have been taken.
     """
     chunk = tl.arange(0, CHUNKS)
     value, home = largest(peaks, chunk)
-    home = tl.minimum(home, CHUNKS - 1)  # of peaks that are no numbers none is the largest
+    home = tl.minimum(home, CHUNKS - 1)  # if all peaks are NaN, none is the largest
     ids = home * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_row + ids, mask=ids < vocab, other=-float("inf"))
     left = (x < last) | ((x == last) & (ids > last_id))
@@ -49,7 +50,7 @@ def _draw_from_list(
     logits_row, peaks, t, k, p, min_p, seed, position,
     vocab: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """A token of the k most likely ones (and those that tie with the last), at most LIST."""
+    """Draws from the k most likely tokens and those that tie with the last, at most LIST in all."""
     slot = tl.arange(0, LIST)
     values = tl.full([LIST], -float("inf"), tl.float32)
     tokens = tl.zeros([LIST], tl.int32)
@@ -83,12 +84,13 @@ def _draw_from_nucleus(
     logits_row, token, top, mass, t, min_p, seed, position,
     vocab: tl.constexpr, chunks: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token with the most noise among those that `mass` and min_p leave (both in weights, of
-    which the largest is 1); `token` is the one with the most noise of all.
+    """Draws from the tokens that top_p (as `mass`) and min_p keep. Both are in units of the largest
+    weight. `token` has the largest noisy score of all tokens.
 
-    A token is out where those above it reach the mass, and then so is every token below it. So the
-    limit need not be searched for: the best of the tokens above is next, until one is in. The first
-    is in as often as top_p says.
+    A token is excluded if the tokens above it reach the mass; all tokens below it are then excluded
+    too. So no threshold is searched: while the token is excluded, the next candidate is the token
+    with the largest noisy score among those above it. The first candidate is kept with probability
+    of about top_p.
     """
     more = True
     while more:
@@ -114,7 +116,7 @@ def _draw_from_nucleus(
                 peak, best = largest(noisy, ids)
                 token = tl.where(peak > noisy_peak, best, token)
                 noisy_peak = tl.maximum(noisy_peak, peak)
-            more = noisy_peak > -float("inf")  # always, unless scores are infinite
+            more = noisy_peak > -float("inf")  # true unless scores are infinite
     return token
 
 
@@ -123,7 +125,8 @@ def _threshold(
     logits_row, t, peak, floor, target, vocab: tl.constexpr, chunks: tl.constexpr,
     BLOCK: tl.constexpr, BITS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """The largest key whose tokens at or above it (and above `floor`) weigh at least `target`."""
+    """The largest key such that the tokens at or above it, and above `floor`, weigh at least
+    `target`."""
     found = tl.full([], 0, tl.uint32)
     for index in range(32 // BITS):
         shift = (32 - BITS * (index + 1)).to(tl.uint32)
@@ -156,7 +159,7 @@ def _draw_from_thresholds(
     logits_row, peak, t, k, p, min_p, seed, position,
     vocab: tl.constexpr, chunks: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """A token of the whole row, truncated by thresholds that are searched for."""
+    """Draws a token from the whole row, truncated at thresholds found by radix search."""
     top = tl.div_rn(peak, t)
     kth = tl.full([], 0, tl.uint32)
     count = tl.minimum(k, vocab).to(tl.float32)
@@ -188,8 +191,8 @@ def _draw_from_thresholds(
 
 @triton.jit
 def _existing(token, vocab: tl.constexpr):
-    """Where scores are no numbers no token may have been chosen: any then, since its address is
-    read and its count written. The row's logprob is NaN."""
+    """Clamps the token to the vocabulary. If scores are NaN, no valid token may have been chosen,
+    but its logit is read and its count is written. The row's logprob is NaN."""
     return tl.where((token >= 0) & (token < vocab), token, 0)
 
 
@@ -202,7 +205,7 @@ def select(
     count_stride: tl.constexpr, MIN_T: tl.constexpr, BITS: tl.constexpr, LIST: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row: draws the token from what `scan` has left, and finds its logprob and
+    """One program per row: draws the token from the results of `scan`, and finds its logprob and
     the most likely alternatives."""
     row = tl.program_id(0)
     flags = tl.load(flags_ptr + row)
@@ -220,7 +223,7 @@ def select(
     norm = peak + tl.log(tl.sum(masses * tl.exp(peaks - peak), axis=0))
 
     features = tl.load(features_ptr + row)
-    # What the choice is made from: the adjusted scores, where there are any.
+    # The choice is made from the adjusted scores, if the row has any.
     scores_row = logits_row
     if features != 0:
         scores_row = adjusted_ptr + row.to(tl.int64) * stride

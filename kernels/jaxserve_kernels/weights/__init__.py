@@ -1,4 +1,4 @@
-"""Types of weights: plain arrays, and quantised ones with their layout and definition."""
+"""Types of quantised weights: memory layout, meaning of the codes, and how to make them."""
 
 from typing import TypeGuard
 
@@ -32,5 +32,5 @@ type Weight = Array | Quantized | CopiedWeight
 
 
 def is_quantized(weight: object) -> TypeGuard[Quantized]:
-    """Whether it is a weight in codes, and has no copy."""
+    """Whether a weight is stored as codes only: not an array, and not a `CopiedWeight`."""
     return isinstance(weight, Quantized)

@@ -1,9 +1,9 @@
-"""Activation-aware quantisation: what a weight's inputs look like decides how it is rounded.
+"""Activation-aware quantisation: statistics of a weight's inputs decide how it is rounded.
 
-Lin et al. 2024, "AWQ: Activation-aware Weight Quantization" (arXiv 2306.00978). Inputs with large
-activations get larger weights, hence smaller relative errors, and whoever makes the activations
-divides them again. Errors are those of the product over the calibration data: exactly, from the
-inputs' second moments.
+Lin et al. 2024, "AWQ: Activation-aware Weight Quantization" (arXiv 2306.00978). Weights of inputs
+with large activations are scaled up, which makes their relative rounding errors smaller. The layer
+that makes the activations divides them by the same factors. The error is that of the product over
+the calibration data, computed exactly from the inputs' second moments.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SHRINKS = 11
 
 
 class InputStatistics(NamedTuple):
-    """Of the inputs x of a product, over all tokens."""
+    """Statistics of the inputs x of a product, over all tokens."""
 
     mean: Array  # float32 [in]: mean |x|
     moment: Array  # float32 [in, in]: mean x x^T
 
 
 def statistics(x: Array) -> InputStatistics:
-    """Of x [tokens, in]."""
+    """Computes the statistics of x [tokens, in]."""
     wide = x.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         moment = wide.T @ wide / wide.shape[0]
@@ -45,13 +45,13 @@ def output_error(difference: Array, moment: Array) -> Array:
 def search_scale(
     weight: Array, inputs: InputStatistics, rounded: Callable[[Array], Array]
 ) -> Array:
-    """Factors [in] for the inputs' weights with which rounding changes the product least.
+    """Finds factors [in] on the inputs' weights with which rounding changes the product least.
 
-    They are mean|x|^r, or mean|x|^r / mean|w|^(1 - r), for r of a grid in [0, 1], with a
-    geometric mean of largest and smallest of 1; or all 1.
+    Candidates are mean|x|^r and mean|x|^r / mean|w|^(1 - r), for r on a grid in [0, 1], normalised
+    so that the geometric mean of the largest and the smallest factor is 1; and all factors 1.
 
     Args:
-      rounded: weight [out, in] to what the format makes of it, float32.
+      rounded: rounds a weight [out, in] to the format, and returns it in float32.
     """
     wide = weight.astype(jnp.float32)
     activation = jnp.maximum(inputs.mean, 1e-6)
@@ -70,10 +70,11 @@ def search_scale(
 
 
 def quantize_int4_clipped(weight: Array, moment: Array, group: int = 128) -> Int4Weight:
-    """Symmetric 4 bits, each group's scale shrunk by what makes its part of the error least.
+    """Symmetric 4-bit rounding, with each group's scale shrunk to minimise the error of the
+    product.
 
-    weight [out, in], moment [in, in]. Groups are judged by themselves: errors of two groups may
-    still add up. The scales tried are 0.5 to 1 times that of `quantize_int4`.
+    weight is [out, in], moment [in, in]. The scales tried are 0.5 to 1 times that of
+    `quantize_int4`. Each group is judged by itself, without correlations between groups.
     """
     out, depth = weight.shape
     count = depth // group

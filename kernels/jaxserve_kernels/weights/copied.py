@@ -1,4 +1,4 @@
-"""4-bit weights with a copy in e4m3 beside them: codes for few tokens, the copy for many."""
+"""4-bit weights with an additional copy in e4m3. Few tokens use the codes, many tokens the copy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jaxserve_kernels.weights.format import Quantized
 
 
 class CopiedWeight(NamedTuple):
-    """A weight is what its codes mean; the copy is near it, `e4m3_copy` says how near.
+    """A weight's codes, and an approximate copy in e4m3: see `e4m3_copy`. The codes define the
+    weight.
 
-    Products of few tokens read the codes, which are half the bytes, those of many the copy, which
-    nothing has to be made of: `matmul.as_read` decides.
+    Products of few tokens read the codes, which take half the bytes. Products of many tokens read
+    the copy, which needs no conversion. `matmul.as_read` decides.
     """
 
     codes: Quantized
@@ -29,16 +30,18 @@ class CopiedWeight(NamedTuple):
 
 
 def e4m3_copy(weight: Quantized) -> Fp8Weight:
-    """The weight in e4m3, with the scales of its `e4m3_scale`; inputs lie in the model's order.
+    """Converts the weight to e4m3, with the scales of its `e4m3_scale`. Inputs are in the model's
+    order.
 
-    Integers and their scales are rounded to e4m3's four significant bits. The values of MXFP4 fit
-    exactly, because its scales are powers of two: all within 2 ** 14 of their row's largest. So do
-    those of NVFP4 that are powers of two times their block's scale; the others (1.5, 3 and 6) have
-    six significant bits and are rounded. Layers are made one after the other, so that values in
-    float32 are there of one only.
+    Integers times their scales are rounded to e4m3's four significant bits. MXFP4 is exact for all
+    blocks whose scale, a power of two, is within 2 ** 14 of the row's largest. NVFP4 is exact for
+    values that are a power of two times the block's scale; the others (1.5, 3 and 6) have six
+    significant bits and are rounded.
+
+    Layers are converted one at a time, so that only one layer's float32 values are in memory.
 
     Raises:
-      TypeError: the weight cannot be copied.
+      TypeError: the format has no copies.
     """
     if len(weight.shape) > 2:
         return jax.lax.map(e4m3_copy, weight)

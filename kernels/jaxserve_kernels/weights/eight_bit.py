@@ -102,19 +102,19 @@ class Fp8Weight(_EightBitWeight):
 
 
 def pack_int8(codes: Array, scale: Array) -> Int8Weight:
-    """From int8 [..., out, in] and scales [..., out, groups]."""
+    """Makes a weight from int8 codes [..., out, in] and scales [..., out, groups]."""
     codes = jax.lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
     return Int8Weight(layout.pack_bytes(codes), layout.tile_rows(scale.astype(jnp.float32)))
 
 
 def pack_fp8(values: Array, scale: Array) -> Fp8Weight:
-    """From float8_e4m3fn [..., out, in] and scales [..., out, groups]."""
+    """Makes a weight from float8_e4m3fn values [..., out, in] and scales [..., out, groups]."""
     codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
     return Fp8Weight(layout.pack_bytes(codes), layout.tile_rows(scale.astype(jnp.float32)))
 
 
 def quantize_int8(weight: Array) -> Int8Weight:
-    """Round to nearest with one scale per row: its largest magnitude is 127."""
+    """Rounds to nearest, with one scale per row: the row's largest magnitude becomes 127."""
     wide = weight.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127.0
     codes = jnp.round(wide * jnp.where(scale == 0, 0.0, 1.0 / scale))
@@ -122,7 +122,7 @@ def quantize_int8(weight: Array) -> Int8Weight:
 
 
 def quantize_fp8(weight: Array) -> Fp8Weight:
-    """Round to nearest with one scale per row: its largest magnitude is 448."""
+    """Rounds to nearest, with one scale per row: the row's largest magnitude becomes 448."""
     wide = weight.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / E4M3_MAX
     values = wide * jnp.where(scale == 0, 0.0, 1.0 / scale)

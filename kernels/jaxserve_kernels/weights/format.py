@@ -1,4 +1,4 @@
-"""What a quantised weight is to products: a type in one file, with its layout and its meaning."""
+"""The interface of quantised weights. Each format is one file: its type, layout and definition."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TYPES: dict[str, Any] = {}
 
 
 class Kind(IntEnum):
-    """Which codes a kernel unpacks; an argument of kernels."""
+    """Kinds of codes that kernels unpack: the kernel constant KIND."""
 
     OTHER = -1
-    """Two codes in each 16-bit word, inputs j and 64 + j of a tile, as `layout.pack_bytes` puts
-    bytes; a float32 scale per row or per 128 inputs. The kernel is given the function that unpacks
-    them."""
+    """Any format with two codes per 16-bit word, for inputs j and 64 + j of a tile like
+    `layout.pack_bytes`, and a float32 scale per row or per 128 inputs. Its operand supplies the
+    function that unpacks the codes."""
     INT8 = 0
     FP8 = 1
     INT4 = 2  # from here on: 4-bit codes
@@ -32,39 +32,40 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A quantised weight [out, in] as kernels take it, and what decides which kernel does."""
+    """A quantised weight [out, in] in the form that kernels take, and properties that select the
+    kernel."""
 
     arrays: tuple[Array, Array, Array]
-    """Codes, scales, and zero points or scales per row; where there are none, any array."""
+    """Codes, scales, and zero points or scales per row; any array if there are none."""
     kind: Kind = Kind.OTHER
     bits: Literal[4, 8]
-    """That a code takes."""
+    """Bits per code."""
     group: int
-    """Inputs that share a scale; all, where a row has one."""
+    """Inputs that share a scale; all inputs if a row has one scale."""
     scale_bytes: int = 4
     zero: bool = False
-    """It has zero points."""
+    """Whether it has zero points."""
     inputs_per_tile: int = TILE_IN
     tokens_in: Literal["int8", "e4m3"] | None = None
-    """As what many tokens can be multiplied with it; None: in bfloat16 only."""
+    """The 8-bit dtype of tokens with which it can be multiplied; None: bfloat16 only."""
     sums: bool = False
-    """Its codes stand for (code - zero) * scale, so that products of codes need the sum of the
-    tokens' over each group of inputs."""
+    """Whether a code means (code - zero) * scale. Products of codes then also need the sums of the
+    tokens over each group of inputs."""
     unpack: Any = None
-    """Of Kind.OTHER: a Triton function of words uint16 [rows, 64] of a tile that returns their
-    codes' values, bfloat16 [rows, 64] of inputs 0 to 63 and of inputs 64 to 127."""
+    """For Kind.OTHER: a Triton function of a tile's words, uint16 [rows, 64]. It returns the values
+    of their codes: bfloat16 [rows, 64] for inputs 0 to 63, and for inputs 64 to 127."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row in a tile of 128 inputs: codes, scales and zero points. A scale per row does not
-        count."""
+        """Bytes of a row's codes, scales and zero points in a tile of 128 inputs. Scales per row
+        are not counted."""
         scales = TILE_IN // self.group * (2 if self.zero else 1)
         return TILE_IN * self.bits // 8 + self.scale_bytes * scales
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constants of kernels: KIND; GROUP, inputs per scale; ZERO, whether there are zero points;
-        and of Kind.OTHER, UNPACK."""
+        """Kernel constants: KIND; GROUP, inputs per scale; ZERO, whether there are zero points; and
+        UNPACK for Kind.OTHER."""
         unpack = {} if self.unpack is None else {"UNPACK": self.unpack}
         return {
             "KIND": self.kind.value, "GROUP": self.group, "ZERO": int(self.zero), **unpack,
@@ -72,11 +73,11 @@ class Operand:
 
 
 class Quantized(ABC):
-    """A weight [..., out, in] in codes: a NamedTuple of arrays, and what this class lists.
+    """Base class of weights [..., out, in] that are stored as codes.
 
-    A new format is one file: a NamedTuple, a subclass of it and of this class, and a function that
-    makes one. Products then multiply by its definition. With an `operand` few tokens are multiplied
-    by the kernel in `quantized_matmul/triton.py`.
+    A new format is one file: a NamedTuple of arrays, a subclass of it and of this class, and a
+    function that makes one. Products then dequantise it. If it has an `operand`, the kernel in
+    `quantized_matmul/triton.py` multiplies few tokens with it.
     """
 
     __slots__ = ()
@@ -97,14 +98,14 @@ class Quantized(ABC):
 
     @property
     def operand(self) -> Operand | None:
-        """What kernels take, of a weight [out, in]; None: no kernel knows its groups or its number
-        of inputs."""
+        """The operand of a weight [out, in]; None if no kernel supports its groups or its number of
+        inputs."""
         return None
 
     @property
     def reordered(self) -> tuple[Array, Quantized] | None:
-        """int32 [in] and the weight with its inputs in that order, with which products multiply;
-        None: inputs are where the model has them."""
+        """The stored order of inputs, int32 [in], and the weight with its inputs in that order,
+        which products use. None: inputs are in the model's order."""
         return None
 
     # Rows of an embedding
@@ -118,7 +119,7 @@ class Quantized(ABC):
         """float32 [n, in]: rows `ids` [n] of a weight [out, in].
 
         Raises:
-          TypeError: the format has no such rows.
+          TypeError: rows cannot be taken from the format.
         """
         raise TypeError(f"rows are taken from 8-bit weights with a scale per row, not {type(self)}")
 
@@ -130,20 +131,20 @@ class Quantized(ABC):
         return False
 
     def e4m3_scale(self) -> Array:
-        """A scale per row, with which the weight fits e4m3: float32 [..., out / 64, 1, 64].
+        """A scale per row with which the weight fits e4m3: float32 [..., out / 64, 1, 64].
 
         Raises:
-          TypeError: there are no copies of the format.
+          TypeError: the format has no copies.
         """
         raise TypeError(f"no copies are made of {type(self).__name__}")
 
     def e4m3_factors(self, scale: Array) -> Array:
-        """What the kernel that makes a copy with that scale needs of each row of a weight
-        [out, in]: 4 bytes [out / 64, 1, 64]."""
+        """Per-row values that the kernel that makes a copy with that scale needs, for a weight
+        [out, in]: 4 bytes each, [out / 64, 1, 64]."""
         return scale
 
 
 def types() -> Mapping[str, Any]:
-    """The formats by their types' names: what checkpoints may hold. A copy in e4m3 is none; it is
-    made where weights are loaded."""
+    """The formats by the names of their types, as in checkpoints. `CopiedWeight` is not among them:
+    copies are made when weights are loaded."""
     return MappingProxyType(_TYPES)

@@ -105,7 +105,7 @@ class Mxfp4Weight(_Mxfp4Arrays, Quantized):
         return values * jnp.repeat(power, _MXFP4_BLOCK, axis=-1)
 
     def largest_exponent(self) -> Array:
-        """Of the blocks in each row: int32 [..., out / 64, 1, 64]."""
+        """The largest exponent of the blocks in each row: int32 [..., out / 64, 1, 64]."""
         bytes_ = [(self.scale >> shift) & 255 for shift in (0, 8, 16, 24)]
         largest = functools.reduce(jnp.maximum, bytes_).astype(jnp.int32)
         return jnp.max(largest, axis=-2, keepdims=True)
@@ -132,7 +132,7 @@ def e2m1_values(codes: Array) -> Array:
 
 
 def e2m1_codes(values: Array) -> Array:
-    """uint8 codes of the nearest e2m1 values, ties to even codes; magnitudes end at 6."""
+    """uint8 codes of the nearest e2m1 values, ties to even codes. Magnitudes are clipped at 6."""
     magnitude = jnp.abs(values)
     code = sum(
         (magnitude >= edge if index % 2 else magnitude > edge).astype(jnp.uint8)
@@ -142,7 +142,8 @@ def e2m1_codes(values: Array) -> Array:
 
 
 def pack_nvfp4(codes: Array, scale: Array, row_scale: Array) -> Nvfp4Weight:
-    """From codes [..., out, in], float8_e4m3fn scales [..., out, in / 16], row_scale [..., out]."""
+    """Makes a weight from codes [..., out, in], float8_e4m3fn scales [..., out, in / 16] and row
+    scales [..., out]."""
     words = _words_of(jax.lax.bitcast_convert_type(scale, jnp.uint8))
     rows = layout.tile_rows(row_scale.astype(jnp.float32)[..., None])
     packed = layout.pack_nibbles(codes, depth=4 * _NVFP4_BLOCK)
@@ -150,13 +151,13 @@ def pack_nvfp4(codes: Array, scale: Array, row_scale: Array) -> Nvfp4Weight:
 
 
 def pack_mxfp4(codes: Array, exponents: Array) -> Mxfp4Weight:
-    """From codes [..., out, in] and uint8 exponents [..., out, in / 32]."""
+    """Makes a weight from codes [..., out, in] and uint8 exponents [..., out, in / 32]."""
     words = layout.tile_rows(_words_of(exponents))
     return Mxfp4Weight(layout.pack_nibbles(codes), words)
 
 
 def quantize_nvfp4(weight: Array) -> Nvfp4Weight:
-    """Round to nearest; the tensor's scale puts the largest block scale at 448."""
+    """Rounds to nearest. The tensor's scale makes the largest block scale 448."""
     *leading, out, depth = weight.shape
     blocks = weight.astype(jnp.float32).reshape(*leading, out, depth // _NVFP4_BLOCK, _NVFP4_BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
@@ -170,7 +171,7 @@ def quantize_nvfp4(weight: Array) -> Nvfp4Weight:
 
 
 def quantize_mxfp4(weight: Array) -> Mxfp4Weight:
-    """Round to nearest; a block's exponent is that of its largest value less 2 (OCP MX, 6.3)."""
+    """Rounds to nearest. A block's exponent is that of its largest value minus 2 (OCP MX, 6.3)."""
     *leading, out, depth = weight.shape
     blocks = weight.astype(jnp.float32).reshape(*leading, out, depth // _MXFP4_BLOCK, _MXFP4_BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
@@ -182,7 +183,7 @@ def quantize_mxfp4(weight: Array) -> Mxfp4Weight:
 
 
 def _words_of(scales: Array) -> Array:
-    """uint8 [..., n] to uint32 [..., n / 4], the first in the low byte."""
+    """Packs uint8 [..., n] into uint32 [..., n / 4], the first in the low byte."""
     four = scales.astype(jnp.uint32).reshape(*scales.shape[:-1], -1, 4)
     return four[..., 0] | four[..., 1] << 8 | four[..., 2] << 16 | four[..., 3] << 24
 

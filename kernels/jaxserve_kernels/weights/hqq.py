@@ -1,4 +1,4 @@
-"""Half-quadratic quantisation to 4 bits: needs no data, moves the zero points only."""
+"""Half-quadratic quantisation to 4 bits: needs no data, and optimises only the zero points."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LARGEST_INVERSE = 2e4
 
 
 def quantize_int4_hqq(weight: Array, group: int = 128, iterations: int = 20) -> Int4Weight:
-    """Floating-point zero points that make a sparse norm of the error small (Badri and Shaji 2023,
-    "Half-Quadratic Quantization of Large Machine Learning Models").
+    """Quantises with floating-point zero points that minimise a sparse norm of the error (Badri and
+    Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models").
 
-    weight [..., out, in]. A group's scale spans its values. Alternately, errors are shrunk by the
-    proximal operator of |e|^0.7, which leaves the large ones (outliers) out, and each zero point
-    becomes the mean that explains the rest. Of all iterations each group keeps the zero point with
-    the least mean |error|.
+    weight is [..., out, in]. A group's scale spans its values. Each iteration shrinks the errors by
+    the proximal operator of |e|^0.7, which separates outliers, and sets the zero point to the mean
+    that explains the remaining error. Each group keeps the zero point with the least mean |error|
+    of all iterations.
     """
     *leading, out, depth = weight.shape
     wide = weight.astype(jnp.float32).reshape(*leading, out, depth // group, group)

@@ -1,4 +1,4 @@
-"""4-bit integer weights with a scale, and perhaps a zero point, per group of inputs."""
+"""4-bit integer weights with a scale and an optional zero point per group of inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Arrays(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_nibbles
     scale: Array  # float32 [out / 64, groups, 64]
     zero: Array | None = None
-    """Like scale; int32 for whole zero points, float32 for any. None: 8 everywhere."""
+    """Zero points, shaped like scale: int32, or float32 if fractional. None: 8 everywhere."""
 
 
 class Int4Weight(_Arrays, Quantized):
@@ -83,7 +83,7 @@ class Int4Weight(_Arrays, Quantized):
 
 
 def pack_int4(codes: Array, scale: Array, zero: Array | None = None) -> Int4Weight:
-    """From codes 0..15 [..., out, in], and scale and zero [..., out, groups]."""
+    """Makes a weight from codes 0..15 [..., out, in], and scale and zero [..., out, groups]."""
     if zero is not None:
         whole = jnp.issubdtype(zero.dtype, jnp.integer)
         zero = layout.tile_rows(zero.astype(jnp.int32 if whole else jnp.float32))
@@ -91,7 +91,7 @@ def pack_int4(codes: Array, scale: Array, zero: Array | None = None) -> Int4Weig
 
 
 def quantize_int4(weight: Array, group: int = 128) -> Int4Weight:
-    """Round to nearest, without zero points.
+    """Rounds to nearest, without zero points.
 
     The value of largest magnitude in a group becomes exactly -8 * scale, so all 16 codes are
     used; the scale takes its sign (llama.cpp's Q4_0 does the same with groups of 32).

@@ -1,16 +1,16 @@
-"""How the codes of a quantised weight lie in memory: made for the kernels, packed at load.
+"""Memory layout of the codes of quantised weights. Weights are packed when they are loaded.
 
-A weight [out, in] is cut into tiles of 64 outputs by 128 inputs, each contiguous. A tile's codes
-are planes of 16-bit words, so that one load and a few bitwise instructions give whole vectors in
-their order, and no shuffle is needed:
+A weight [out, in] is cut into contiguous tiles of 64 outputs by 128 inputs. A tile's codes are
+planes of 16-bit words: one load and a few bitwise instructions give whole vectors of consecutive
+inputs, without shuffles:
 
 - 4-bit codes: word (n, j), j < 32, holds inputs j, 32 + j, 64 + j and 96 + j of row n, from the
-  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes. Where blocks of 16 have
-  scales a tile is 64 inputs and a plane is 16, one block.
+  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes. In formats with blocks of
+  16, a tile has 64 inputs, and a plane of 16 inputs is one block.
 - 8-bit codes: word (n, j), j < 64, holds inputs j (low byte) and 64 + j.
 
-What belongs to rows and groups of inputs (scales, zeros) is [out / 64, groups, 64]. All functions
-take arrays with any leading axes.
+Scales and zero points of rows and groups are [out / 64, groups, 64]. All functions accept any
+leading axes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ TILE_IN = 128
 
 
 def pack_nibbles(codes: Array, depth: int = TILE_IN) -> Array:
-    """Integers 0..15 [..., out, in] to uint16 [..., out / 64, in / depth, 64, depth / 4]."""
+    """Packs integers 0..15 [..., out, in] into uint16 [..., out / 64, in / depth, 64, depth /
+    4]."""
     return _pack(codes, bits=4, depth=depth)
 
 
@@ -33,7 +34,7 @@ def unpack_nibbles(packed: Array) -> Array:
 
 
 def pack_bytes(codes: Array) -> Array:
-    """Integers 0..255 [..., out, in] to uint16 [..., out / 64, in / 128, 64, 64]."""
+    """Packs integers 0..255 [..., out, in] into uint16 [..., out / 64, in / 128, 64, 64]."""
     return _pack(codes, bits=8, depth=TILE_IN)
 
 
@@ -45,13 +46,13 @@ def unpack_bytes(packed: Array) -> Array:
 def take_byte_rows(packed: Array, ids: Array) -> Array:
     """Codes of rows `ids` [n] of packed bytes without leading axes: uint8 [n, in]."""
     words = packed[ids // TILE_OUT, :, ids % TILE_OUT]  # [n, in / 128, 64]
-    shifts = 8 * jnp.arange(2, dtype=words.dtype)[:, None]  # XLA makes more kernels of a stack
+    shifts = 8 * jnp.arange(2, dtype=words.dtype)[:, None]  # jnp.stack would take more kernels
     planes = (words[:, :, None] >> shifts) & 255
     return planes.astype(jnp.uint8).reshape(ids.shape[0], -1)
 
 
 def tile_rows(values: Array) -> Array:
-    """Per row and group: [..., out, groups] to [..., out / 64, groups, 64]."""
+    """Values per row and group: [..., out, groups] to [..., out / 64, groups, 64]."""
     *leading, out, groups = values.shape
     _check_multiple("out", out, TILE_OUT)
     return jnp.swapaxes(values.reshape(*leading, out // TILE_OUT, TILE_OUT, groups), -1, -2)
@@ -64,12 +65,12 @@ def untile_rows(tiled: Array) -> Array:
 
 
 def or_one(values: Array) -> Array:
-    """Values, 1 where they are 0: to divide by."""
+    """Values with 0 replaced by 1, to divide by."""
     return jnp.where(values == 0, 1.0, values)
 
 
 def logical_shape(packed: Array, bits: int) -> tuple[int, ...]:
-    """[..., out, in] of packed codes of so many bits."""
+    """The shape [..., out, in] of a weight with packed codes of `bits` bits."""
     *leading, out_tiles, in_tiles, rows, words = packed.shape
     return (*leading, out_tiles * rows, in_tiles * words * 16 // bits)
 

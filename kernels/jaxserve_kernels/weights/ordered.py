@@ -1,4 +1,4 @@
-"""Weights whose inputs are stored in another order, so that groups of them lie together."""
+"""Weights whose inputs are stored in another order, in which groups are contiguous."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class _Arrays(NamedTuple):
 
 
 class OrderedInt4Weight(_Arrays, Quantized):
-    """weight[n, order[i]] = stored[n, i]: the product takes its inputs in that order.
+    """weight[n, order[i]] = stored[n, i]. Products permute their inputs to that order.
 
-    GPTQ with activation order quantises the inputs with the largest activations first; those that
-    share a scale are then scattered. Stored side by side they are groups like any other's.
+    GPTQ with activation order quantises the inputs with the largest activations first, so the
+    inputs of a group are scattered. This type stores them side by side, as ordinary groups.
     """
 
     __slots__ = ()
 
     @property
     def stored(self) -> Int4Weight:
-        """What inputs in that order are multiplied with."""
+        """The weight with its inputs in the stored order."""
         return Int4Weight(self.packed, self.scale, self.zero)
 
     @property

@@ -1,4 +1,4 @@
-"""Products of many tokens in 8 bits: makes those of the tokens, and picks the kernel."""
+"""Products of many tokens in 8 bits: quantises the tokens, and picks the kernel."""
 
 from __future__ import annotations
 

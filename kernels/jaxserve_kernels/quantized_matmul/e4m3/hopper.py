@@ -1,11 +1,12 @@
-"""Products of many tokens in e4m3 with weights of 4 bits, on Hopper: each code is converted once.
+"""Products of many tokens in e4m3 with 4-bit weights, on Hopper: each code is converted once.
 
-A program walks over tiles of 128 rows and up to 256 tokens. A producer warp copies codes and tokens
-(TMA) and scales into rings in shared memory; two warpgroups of 64 rows each make e4m3 of their
-codes in registers (`hopper_operand`), and multiply (`hopper_sums`).
+A program walks over tiles of 128 rows by up to 256 tokens. A producer warp copies codes and tokens
+(TMA) and scales into rings in shared memory. Two warpgroups of 64 rows each convert their codes to
+e4m3 in registers (`hopper_operand`), and multiply (`hopper_sums`).
 
-Where there are more tiles than multiprocessors, and not a multiple, all programs get as many steps:
-a tile that two of them share is finished by the one that has its beginning.
+If the number of tiles exceeds that of multiprocessors and is not a multiple of it, all programs get
+the same number of steps. Two programs may then share a tile, and the one with its first steps
+finishes it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _NVFP4 = gl.constexpr(NVFP4.value)
 
 @gluon.jit
 def _range(program, programs, tiles: gl.constexpr, all_steps: gl.constexpr, SHARED: gl.constexpr):
-    """First tile of this program, the one after its last, how far they are apart; SHARED: and the
-    first and last of its steps of all tiles."""
+    """The program's first tile, the tile after its last one, and their stride. SHARED: also its
+    first and last step, counted over all tiles."""
     begin = program * (tiles * all_steps) // programs
     end = (program + 1) * (tiles * all_steps) // programs
     if SHARED:
@@ -65,7 +66,8 @@ def _tile(
     tile, begin, end, token_tiles: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
     STEPS: gl.constexpr, all_steps: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Token tile, the first of its tiles of 64 rows, split, first step and steps."""
+    """The token tile, first row tile (of 64 rows), split, first step and number of steps of a
+    tile."""
     split = tile // token_tiles % SPLITS
     row_tile = tile // (token_tiles * SPLITS) * (1 if GATED else 2)
     if SHARED:
@@ -87,8 +89,8 @@ def _consume(
     TOKENS: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: 32 rows of either half of each tile of this program."""
-    # Rows of scales of 128 inputs.
+    """Warpgroup `part`: 32 rows of each half of each of the program's tiles."""
+    # Rows of scales per 128 inputs.
     EACH: gl.constexpr = 128 // GROUP if KIND == _INT4 else 2 if KIND == _NVFP4 else 1
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
@@ -97,7 +99,7 @@ def _consume(
     scales: gl.constexpr = all_steps * EACH * 64
     token_tiles: gl.constexpr = padded // TOKENS
     row_tiles: gl.constexpr = n // 64 if GATED else n // 128
-    half: gl.constexpr = n // 64 if GATED else 1  # row tiles of codes from one half to the other
+    half: gl.constexpr = n // 64 if GATED else 1  # distance of the halves in row tiles of codes
     at = 0
     lane = part * 32 + gl.arange(0, 32, gl.SliceLayout(1, WORDS))
     number = gl.arange(0, 64, by_row)
@@ -112,9 +114,9 @@ def _consume(
         token_tile, row_tile, split, first, steps = _tile(
             tile, begin, end, token_tiles, GATED, SPLITS, STEPS, all_steps, SHARED
         )
-        mine = row_tile + number // 8 % 2 * half  # tiles of codes of the operand's rows
+        mine = row_tile + number // 8 % 2 * half  # row tile of each row of the operand
         acc = gl.zeros([64, TOKENS], gl.float32, mma)
-        if SHARED and first + steps < all_steps:  # the next program has had the rest of this tile
+        if SHARED and first + steps < all_steps:  # the next program computes the rest of this tile
             while gl.atomic_add(flag + 2, 0, sem="acquire", scope="gpu") == 0:
                 pass
             gl.barrier()
@@ -164,7 +166,7 @@ def _finish(
     acc, token_scale_ptr, out_ptr, token_tile, row_tile, split, part: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """A tile's sums times the tokens' scales, gated or not, to memory."""
+    """Stores a tile's sums times the tokens' scales, gated or not."""
     token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))
     acc *= gl.load(token_scale_ptr + token, mask=token < tokens, other=0.0)[None, :]
     a_sum, b_sum = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
@@ -199,7 +201,8 @@ def _copy(
     TOKENS: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     SHARED: gl.constexpr,
 ):  # fmt: skip
-    """The producer. Programs that run together share the rows of few weights, and all tokens."""
+    """The producer warp. Programs that run at the same time read the same few weight rows and all
+    tokens."""
     ROWS: gl.constexpr = 128 if KIND == _NVFP4 else 64  # of words, for 64 rows and 128 inputs
     SCALES: gl.constexpr = a_scales.shape[1]
     flat: gl.constexpr = gl.BlockedLayout([2 if SCALES == 64 else 4], [32], [1], [0])
@@ -308,7 +311,7 @@ def launch(
     code_layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = padded // config.tokens * (weight.shape[0] // 128) * config.splits
-    programs = min(tiles, target.gpu.multiprocessors)  # each has one for itself
+    programs = min(tiles, target.gpu.multiprocessors)  # one program per multiprocessor
     shared = config.splits == 1 and tiles > programs
     partial = (programs, 2, 64, config.tokens) if shared else (1,)
     return triton_call(

@@ -1,11 +1,12 @@
-"""Products of many tokens with fp8 weights on Hopper: tiles that are copied while others multiply.
+"""Products of many tokens with fp8 weights on Hopper: one warp copies tiles while others multiply.
 
-A program walks over tiles of 128 tokens and up to 256 rows of the weight. A producer warp copies
-tokens and codes into a ring in shared memory (TMA), also while the tile before is being stored; two
-warpgroups of 64 tokens each multiply. Gated, a tile has as many rows of gate as of up, and one
-warpgroup has both products of a token in its registers. Tiles of the last wave are cut into pieces
-where it has few, so that all programs share them; where all tiles are few, programs share a tile's
-inputs, and leave partial sums.
+A program walks over tiles of 128 tokens by up to 256 weight rows. A producer warp copies tokens and
+codes into a ring in shared memory (TMA), even while the previous tile is being stored. Two
+warpgroups of 64 tokens each multiply. In a gated product a tile has the same number of rows of gate
+and of up, so a warpgroup has both products of a token in its registers.
+
+If the last wave has few tiles, they are cut into pieces that all programs share. If there are few
+tiles in all, programs split the inputs of a tile and store partial sums.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _DEPTH = gl.constexpr(DEPTH)
 
 @gluon.jit
 def place_of(tile, tokens, COLUMNS: gl.constexpr, SPLITS: gl.constexpr, k: gl.constexpr):
-    """First token and column of a tile, its split, and the first and number of its steps."""
+    """A tile's first token and column, its split, its first step and number of steps."""
     token_tiles = (tokens + _TOKENS - 1) // _TOKENS
     all_steps: gl.constexpr = k // _DEPTH
     each: gl.constexpr = (all_steps + SPLITS - 1) // SPLITS
@@ -56,8 +57,8 @@ def _multiply_tile(
     tokens, part: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
     n: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: its 64 tokens of a tile of ROWS rows, from step `at` of the ring on; the
-    step after it."""
+    """Multiplies the 64 tokens of warpgroup `part` in a tile of ROWS rows. Starts at step `at` of
+    the ring, and returns the step after the tile."""
     MINE: gl.constexpr = _TOKENS // 2
     HALF: gl.constexpr = ROWS // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
@@ -72,7 +73,7 @@ def _multiply_tile(
         w = w.slice(0, ROWS, dim=0)
         acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        # The product before this one is done, and its place free.
+        # The previous product is done, so its ring stage is free.
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
         at += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -97,7 +98,7 @@ def _multiply_tile(
 def _store(values, out_ptr, token, column, tokens, n: gl.constexpr):
     ROWS: gl.constexpr = values.shape[0]
     COLUMNS: gl.constexpr = values.shape[1]
-    if COLUMNS > 64 and out_ptr.dtype.element_ty == gl.float32:  # memory for what is rearranged
+    if COLUMNS > 64 and out_ptr.dtype.element_ty == gl.float32:  # saves conversion memory
         first, second = gl.split(values.reshape([ROWS, 2, COLUMNS // 2]).permute((0, 2, 1)))
         _store(first, out_ptr, token, column, tokens, n)
         _store(second, out_ptr, token, column + COLUMNS // 2, tokens, n)
@@ -118,7 +119,7 @@ def multiply_tiles(
     GATED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: its 64 tokens of each tile of this program."""
+    """Multiplies the 64 tokens of warpgroup `part` in each tile of this program."""
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
     at = 0
     for tile in range(program, whole, programs):
@@ -145,7 +146,7 @@ def _copy_tile(
     ROWS: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """The weight lies in tiles of 64 rows by 128 inputs."""
+    """Copies the operands of a tile. The weight is stored in tiles of 64 rows by 128 inputs."""
     for step in range(first_step, first_step + steps):
         stage = at % STAGES
         bar = ready.index(stage)
@@ -169,7 +170,8 @@ def _copy(
     pieces: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """The producer. Programs that run together share the rows of few weights, and all tokens."""
+    """The producer warp. Programs that run at the same time read the same few weight rows and all
+    tokens."""
     COLUMNS: gl.constexpr = ROWS // 2 if GATED else ROWS
     at = 0
     for tile in range(program, whole, programs):
@@ -194,8 +196,8 @@ def _product(
     pieces: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
 ):  # fmt: skip
-    """n: columns of the result; gated, half of the weight's rows. Numbers of tokens are not part of
-    the code: a step of each bucket would have kernels of its own to compile."""
+    """n: columns of the result; gated, half of the weight's rows. The number of tokens is not a
+    constant: otherwise the steps of each bucket would compile their own kernels."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _TOKENS, _DEPTH], x.layout)
@@ -243,7 +245,7 @@ def launch(
     words = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     tiles = -(-tokens // TOKENS) * (out // config.rows) * config.splits
-    narrowest = 128 if gated else 64  # rows: the weight lies in tiles of 64
+    narrowest = 128 if gated else 64  # rows: the weight is stored in tiles of 64
     whole, pieces = divide(
         tiles, target.gpu.multiprocessors, min(config.pieces, config.rows // narrowest)
     )

@@ -1,8 +1,8 @@
-"""Codes of 4 bits in shared memory to the left operand of Hopper's tensor cores, in e4m3.
+"""Converts 4-bit codes in shared memory to the left operand of Hopper's tensor cores, in e4m3.
 
-Nothing moves between threads. A register of the operand holds four inputs, in any order if the
-tokens have the same: of floating-point codes the four that a mask takes from two words at once
-(`tokens.Order`).
+No data moves between threads. A register of the operand holds four inputs. Their order is free if
+the tokens have the same order (`tokens.Order`). For floating-point codes, one mask extracts four
+inputs from two words at once.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ _WARPS = [[8, 0], [16, 0]]
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [0, 8], *_ROWS], _WARPS, [], [32, 16])
 )
-"""Words of 64 inputs: four to a thread, a row to four threads."""
+"""Layout of words of 64 inputs: a thread has four words, four threads have a row."""
 
 _LONG_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], *_ROWS], _WARPS, [], [32, 32]
     )
 )
-"""Of 128 inputs: eight to a thread."""
+"""Layout of words of 128 inputs: a thread has eight words."""
 
 _PLANES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], *_ROWS], _WARPS, [], [32, 32]
     )
 )
-"""The same in the order in which a plane of integers is the left operand's registers."""
+"""The same words in an order in which a plane of integers matches the left operand's registers."""
 
 
 @gluon.jit
 def integer_planes(codes, part: gl.constexpr):
-    """Words [64, 32] of 128 inputs to four planes of bytes [32, 32]: warpgroup `part`'s rows."""
+    """Converts words [64, 32] of 128 inputs to four planes of bytes [32, 32], for warpgroup
+    `part`'s rows."""
     return nibble_bytes(codes.slice(part * 32, 32, dim=0).load(_PLANES))
 
 
 @gluon.jit
 def half_of_words(codes, part: gl.constexpr, half: gl.constexpr, KIND: gl.constexpr):
-    """Words [32, 16] of half of 128 inputs, of warpgroup `part`'s rows: where 32 words hold all
-    inputs, the first or the second four of each eight."""
+    """Words [32, 16] of half of 128 inputs, for warpgroup `part`'s rows. If 32 words hold all
+    inputs, half 0 is the first four of every eight words, half 1 the other four."""
     if KIND == _NVFP4:
         words = codes.slice(half * 64 + part * 32, 32, dim=0).load(WORDS)
     else:
@@ -59,20 +60,21 @@ def half_of_words(codes, part: gl.constexpr, half: gl.constexpr, KIND: gl.conste
 
 @gluon.jit
 def scales_of(ring, stage, group: gl.constexpr, part: gl.constexpr):
-    """[32]: of warpgroup `part`'s rows."""
+    """Scales [32] of warpgroup `part`'s rows."""
     return ring.index(stage).slice(group * 64 + part * 32, 32).load(gl.SliceLayout(1, WORDS))
 
 
 @gluon.jit
 def of_rows(first, second, layout: gl.constexpr):
-    """[32] of the rows of either half of the tile to [64] in the order of `operand`'s rows."""
+    """Joins values [32] of the rows of each half of the tile to [64], in the order of `operand`'s
+    rows."""
     both = gl.join(first, second).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
     return gl.convert_layout(both, gl.SliceLayout(1, layout), assert_trivial=True)
 
 
 @gluon.jit
 def block_factors(scales, largest, KIND: gl.constexpr):
-    """Of a row's four blocks: of the first and the third, and of the others."""
+    """Factors of a row's four blocks: those of the first and third, and those of the others."""
     if KIND == _NVFP4:
         factors = _nvfp4_factors(scales)
     else:
@@ -82,7 +84,7 @@ def block_factors(scales, largest, KIND: gl.constexpr):
 
 @gluon.jit
 def _nvfp4_factors(scales):
-    """Four e4m3 scales without sign, times 2^-8: float16 of the first and third, of the others."""
+    """Four e4m3 scales without sign, times 2^-8, as float16: first and third, then the others."""
     return gl.inline_asm_elementwise(
         """{ .reg .b32 a; and.b32 a, $2, 0x007f007f; shl.b32 $0, a, 7;
         shr.u32 a, $2, 1; and.b32 $1, a, 0x3f803f80; }""",
@@ -92,9 +94,9 @@ def _nvfp4_factors(scales):
 
 @gluon.jit
 def _mxfp4_factors(scales, least):
-    """Twice the powers of four blocks over that of the largest, 0 where too small for float16.
+    """Twice each block's power of two divided by the largest block's; 0 if too small for float16.
 
-    least: 16 less the largest's exponent, in both halves of a word.
+    least: 16 minus the largest exponent, in both halves of a word.
     """
     return gl.inline_asm_elementwise(
         """{ .reg .b32 a, none; mov.b32 none, 0;
@@ -107,9 +109,9 @@ def _mxfp4_factors(scales, least):
 
 @gluon.jit
 def e2m1_times(words, even, odd):
-    """Four words to four registers of e4m3 bytes: e2m1 values times 32 times float16 factors.
+    """Converts four words to four registers of e4m3 bytes: e2m1 values times 32 times factors.
 
-    even: of the first and the third nibble of each word, odd: of the second and the fourth.
+    even: float16 factors of the first and third nibble of each word; odd: of the other two.
     """
     even, _ = gl.broadcast(even[:, None], words)
     odd, _ = gl.broadcast(odd[:, None], words)
@@ -142,8 +144,8 @@ def e2m1_times(words, even, odd):
 
 @gluon.jit
 def operand(first, second, parts: gl.constexpr, layout: gl.constexpr, KIND: gl.constexpr):
-    """Registers of 32 rows of each half of the tile, so many tensors [32, words] of each, to the
-    left operand [64, parts * words]: of 16 rows of a warp 8 are of either half."""
+    """Joins registers of 32 rows of each half of the tile, `parts` tensors [32, words] of each, to
+    the left operand [64, parts * words]. Of a warp's 16 rows, 8 are of each half."""
     words: gl.constexpr = first[0].shape[1]
     both = gl.join(_joined(first, parts), _joined(second, parts))
     if KIND == _INT4:

@@ -1,5 +1,5 @@
-"""What a warpgroup of `hopper` computes: products of its rows with the tokens, step by step, and
-what integers' zero points take off their sums."""
+"""The arithmetic of a warpgroup of `hopper`: products of its rows with the tokens, step by step,
+and the correction for integers' zero points."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def add_integers(
     acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, at, steps,
     part: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the sums of `steps` tiles. They become multiples of each group's scale before its
-    products are added to them, so that one accumulator is enough."""
+    """acc plus the sums of `steps` tiles. Before the products of a group are added, acc is divided
+    by the group's scale, so that one accumulator is enough."""
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     PLANES: gl.constexpr = GROUP // 32
@@ -51,7 +51,7 @@ def add_integers(
         for group in gl.static_range(128 // GROUP):
             a_scale = scales_of(a_scales, stage, group, part)
             scale = of_rows(a_scale, scales_of(b_scales, stage, group, part), mma)
-            scale = gl.where(gl.abs(scale) < 1e-18, 1e-18, scale)  # 0: what makes no difference
+            scale = gl.where(gl.abs(scale) < 1e-18, 1e-18, scale)  # avoid division by 0
             acc *= (before / scale)[:, None]
             before = scale
             first = operand(
@@ -75,7 +75,7 @@ def add_floats(
     acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, a_largest, b_largest, at,
     steps, part: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc plus the products of `steps` tiles, less the factor that a row has in common."""
+    """acc plus the products of `steps` tiles, without the common factor of each row."""
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
     for _ in range(steps):
         stage = at % STAGES
@@ -100,7 +100,8 @@ def add_floats(
 
 @gluon.jit
 def _multiply(first, second, x, acc):
-    """acc plus the products with both halves of x's inputs (or `first` alone with all)."""
+    """acc plus the products of `first` and `second` with the halves of x's inputs; or of `first`
+    alone with all inputs."""
     inputs: gl.constexpr = first.shape[1]
     acc = warpgroup_mma(first, x.slice(0, inputs, dim=1).permute((1, 0)), acc, is_async=True)
     if inputs < x.shape[1]:
@@ -111,7 +112,7 @@ def _multiply(first, second, x, acc):
 
 @gluon.jit
 def largest_of_steps(scale_ptr, STEPS: gl.constexpr):
-    """The largest exponent of each row's blocks in all its steps."""
+    """The largest exponent of each row's blocks over all steps."""
     column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))
     largest = gl.zeros([32], gl.int32, gl.SliceLayout(1, WORDS))
     for start in gl.static_range(0, STEPS, 16):
@@ -126,7 +127,7 @@ def less_zeros(
     acc, sums, scale_ptr, zero_ptr, sum_ptr, at, first, steps, padded: gl.constexpr,
     ZERO: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """acc less each group's scale times its zero times the tokens' sums: one small product."""
+    """acc minus each group's scale * zero times the tokens' sums, as one small product."""
     before: gl.constexpr = acc.type.layout
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)

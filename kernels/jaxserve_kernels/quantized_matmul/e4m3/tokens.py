@@ -1,4 +1,5 @@
-"""Tokens in 8 bits, as products of many tokens read them: made by whichever kernel has them."""
+"""Types of tokens in 8 bits, which products of many tokens read and the preceding kernel may
+make."""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ from jaxserve_kernels.weights import Quantized
 
 
 class QuantizedTokens(NamedTuple):
-    """Codes times scales. Rows past the tokens make whole tiles: they hold anything."""
+    """Tokens as codes times scales. Rows past the tokens fill up tiles; their content is
+    undefined."""
 
     codes: Array
-    """e4m3 or int8 [padded, k], the inputs of each 128 in the `Order` of the product."""
+    """e4m3 or int8 [padded, k]. Each 128 inputs are in the `Order` of the product."""
     scale: Array
     """float32 [tokens]."""
     sums: Array
-    """float32 [groups, padded]: of the codes of inputs that share a scale of the weight's."""
+    """float32 [groups, padded]: sums of the codes over the inputs that share a scale of the
+    weight."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -30,7 +33,7 @@ class QuantizedTokens(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the tokens that became these."""
+        """The dtype of the tokens before quantisation."""
         return jnp.dtype(jnp.bfloat16)
 
 
@@ -38,7 +41,7 @@ def plain(x: Array | QuantizedTokens) -> Array:
     """x, for a product that does not read 8 bits.
 
     Raises:
-      TypeError: somebody made them for a product that did not ask for them.
+      TypeError: x is in 8 bits.
     """
     if isinstance(x, QuantizedTokens):
         raise TypeError("a product was given tokens in 8 bits, but reads plain ones")
@@ -46,29 +49,29 @@ def plain(x: Array | QuantizedTokens) -> Array:
 
 
 class Order(IntEnum):
-    """In which the inputs of each 128 lie."""
+    """Orders of the inputs within each 128."""
 
     INPUTS = 0
     BYTES = 1
-    """As weights in bytes: byte i is input 64 * (i % 2) + i // 2."""
+    """The order of weights in bytes: byte i is input 64 * (i % 2) + i // 2."""
     WORDS = 2
-    """As `hopper` takes e2m1 from words of which 32 hold 128 inputs."""
+    """The order in which `hopper` extracts e2m1 codes, if 32 words hold 128 inputs."""
     HALF_WORDS = 3
-    """As it takes e2m1 from words of which 16 hold 64 inputs."""
+    """The order in which `hopper` extracts e2m1 codes, if 16 words hold 64 inputs."""
 
 
 class TokenFormat(NamedTuple):
-    """What a product's weight and tiles ask of its tokens."""
+    """The format in which a product reads its tokens."""
 
     dtype: DTypeLike
     order: Order
     group: int
-    """Inputs of a sum; 0: no sums."""
+    """Inputs per entry of `sums`; 0: no sums."""
     padded: int
 
 
 def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:
-    """Of the tokens of a product that is launched as `config` says."""
+    """The token format of a product with this configuration."""
     operand = weight.operand
     assert operand is not None, f"no kernel knows {type(weight)}"
     in_bytes = config.beforehand or operand.bits == 8

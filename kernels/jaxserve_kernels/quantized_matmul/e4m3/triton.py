@@ -1,12 +1,12 @@
 """Products of many tokens in e4m3, at twice the tensor cores' rate for bfloat16.
 
-Tokens get one scale each. Weights of 8 bits are e4m3 already, or int8, and then tokens become int8
-too. Those of 4 bits become e4m3 in registers on their way to the tensor cores: integers exactly,
-because e4m3 counts from 0 to 15 in steps of its smallest number, and their groups' scales and zeros
-go to the sums; floating-point ones are rounded together with their blocks' scales. With very many
-tokens that would be done very often, and `triton_convert.py` does it once, in a pass of its own.
+Each token has one scale. 8-bit weights are e4m3 or int8; with int8 weights the tokens are int8 too.
+4-bit weights are converted to e4m3 in registers. Integers convert exactly, because 0 to 15 times
+e4m3's smallest number are all e4m3 numbers; their groups' scales and zeros are applied to the sums.
+Floating-point codes are rounded together with their blocks' scales. With very many tokens the
+conversion would be repeated too often, so `triton_convert.py` does it once, in a separate kernel.
 
-Tokens for packed bytes are written in the order in which those lie; a product does not care.
+For packed bytes, tokens are stored in the order of the bytes' inputs. Products do not depend on it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from jaxserve_kernels.weights import Quantized
 
 @triton.jit
 def nibble_bytes(words):
-    """Four planes of bytes: as e4m3 they are the nibbles times 2^-9."""
+    """Splits words into four planes of bytes. Read as e4m3, a byte is its nibble times 2^-9."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b;
         prmt.b32 a, $4, $5, 0x6420; prmt.b32 b, $4, $5, 0x7531;
@@ -57,9 +57,10 @@ def nibble_bytes(words):
 
 @triton.jit
 def nvfp4_eighths(words):
-    """Four e4m3 scales without sign, an eighth of each: as float16 in both halves of a word.
+    """An eighth of each of four e4m3 scales without sign, as float16 in both halves of a word.
 
-    Two at a time: exponent and mantissa go where float16 has them (a number 2^8 too small).
+    Converts two at a time: exponent and mantissa move to their places in float16, which gives a
+    number that is 2^8 too small.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, big; mov.b32 big, 0x50005000;
@@ -74,10 +75,10 @@ def nvfp4_eighths(words):
 
 @triton.jit
 def e2m1_bytes(words, a, b, c, d):
-    """16-bit words to four vectors of e4m3 bytes: e2m1 values times a float16 factor each.
+    """Converts 16-bit words to four vectors of e4m3 bytes: e2m1 values times a float16 factor each.
 
-    Four lanes at a time. A byte of a table is a magnitude's float16, whose other byte is 0: a
-    nibble without its sign selects it. Signs are put onto the rounded bytes.
+    Converts four lanes at a time. A nibble without its sign selects a byte from a table: the high
+    byte of the magnitude as float16, whose low byte is 0. Signs are added to the rounded bytes.
     """
     shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
@@ -117,7 +118,8 @@ def _side_by_side(a, b, c, d):
 
 @triton.jit
 def _int4_group(acc, codes, x, scale_ptr):
-    """`codes` are the weights' integers times 2^-9; `_less_zeros` takes their zeros off."""
+    """Adds a group. `codes` are the integers times 2^-9; `_less_zeros` subtracts the zero
+    points."""
     part = tl.dot(codes.to(tl.float8e4nv, bitcast=True), tl.load(x))
     return acc + part * tl.load(scale_ptr)[:, None]
 
@@ -147,9 +149,9 @@ def _bf16(x):
 def _less_zeros(
     acc, scale_ptr, zero_ptr, sum_ptr, padded, GROUPS: tl.constexpr, ZERO: tl.constexpr
 ):
-    """acc less each group's scale times its zero times the tokens' sums: one small product.
+    """acc minus each group's scale * zero times the tokens' sums, as one small product.
 
-    The pointers are at the first of GROUPS groups, of rows and of tokens.
+    The pointers point to the first of GROUPS groups, of rows and of tokens.
     """
     for first in tl.static_range(0, GROUPS, 32):
         group = first + tl.arange(0, 32)
@@ -166,7 +168,8 @@ def _less_zeros(
 
 @triton.jit
 def _nvfp4_tile(acc, words, x, scale_ptr):
-    """A plane is a block. An eighth of its values is within e4m3; `_accumulate` knows of it."""
+    """Adds a tile. A plane is a block. Its values are divided by 8 to fit e4m3; `_accumulate`
+    multiplies the sums by 8."""
     a, b, c, d = nvfp4_eighths(tl.load(scale_ptr))
     a, b, c, d = e2m1_bytes(words, a, b, c, d)
     return tl.dot(_side_by_side(a, b, c, d), tl.load(x), acc)
@@ -174,16 +177,17 @@ def _nvfp4_tile(acc, words, x, scale_ptr):
 
 @triton.jit
 def mxfp4_half_factor(words, largest, block: tl.constexpr):
-    """64 times the block's power over the largest, or 0 where that is too small for float16; as
-    float16 in both halves of a word."""
+    """64 times the block's power of two divided by the largest one, as float16 in both halves of a
+    word; 0 if too small for float16."""
     exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
     return tl.maximum(exponent - largest + (15 + 6), 0) * 0x04000400
 
 
 @triton.jit
 def _mxfp4_tile(acc, words, x, scale_ptr):
-    """A plane is a block. The largest block's power goes onto the sums, the others' relative to it,
-    all exact in e4m3 as long as they are within 2 ** 14 of each other."""
+    """Adds a tile. A plane is a block. The sums are multiplied by the largest block's power of two,
+    and codes by the other blocks' powers relative to it. That is exact in e4m3 if the powers are
+    within 2 ** 14 of each other."""
     scales = tl.load(scale_ptr)
     largest = largest_exponent(scales)
     a, b, c, d = e2m1_bytes(

@@ -1,5 +1,5 @@
-"""Weights of 4 bits to e4m3 on a GPU, for products of many tokens: what `weights.e4m3_copy` makes,
-in each product anew."""
+"""Converts 4-bit weights to e4m3 on a GPU, for products of many tokens. The result is that of
+`weights.e4m3_copy`, but made again for each product."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from jaxserve_kernels.weights import Fp8Weight, Quantized
 
 @triton.jit
 def _e2m1(code):
-    """float32 of the low four bits as e2m1: moved to their places, then the exponent corrected."""
+    """The low four bits as an e2m1 number, in float32: moves the bits, then corrects the
+    exponent."""
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
 
 
 @triton.jit
 def _words_of(low, high):
-    """float32 values to words of their e4m3 codes."""
+    """Packs the e4m3 codes of float32 values into words."""
     low = low.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
     high = high.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint16)
     return low | (high << 8)
@@ -35,7 +36,7 @@ def _int4_plane(
     words, scale_ptr, zero_ptr, factor,
     GROUP: tl.constexpr, ZERO: tl.constexpr, plane: tl.constexpr,
 ):  # fmt: skip
-    """A plane's weights, times the factors of their rows."""
+    """A plane's weights times the factors of their rows."""
     group: tl.constexpr = plane * 32 // GROUP
     scale = tl.load(scale_ptr + group * 64) * factor
     zero = 8.0
@@ -52,7 +53,8 @@ def _nvfp4_plane(words, scales, plane: tl.constexpr):
 
 @triton.jit
 def _mxfp4_plane(words, scales, largest, plane: tl.constexpr):
-    """`largest`: each row's largest exponent, which becomes 6, so that 6 * 2 ** 6 is the most."""
+    """`largest`: each row's largest exponent. It is mapped to 6, so magnitudes are at most
+    6 * 2 ** 6."""
     exponent = tl.maximum(((scales >> (8 * plane)) & 0xFF) - largest + (127 + 6), 0)
     return _e2m1(words.to(tl.int32) >> (4 * plane)) * power(exponent)[:, None]
 
@@ -62,7 +64,7 @@ def _to_e4m3(
     packed_ptr, scale_ptr, zero_ptr, factor_ptr, out_ptr,
     tiles: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """One tile of 64 rows by 128 inputs, from packed nibbles to packed bytes."""
+    """Converts one tile of 64 rows by 128 inputs from packed nibbles to packed bytes."""
     tile = tl.program_id(1)
     at = (tile.to(tl.int64) * tiles + tl.program_id(0)) * 64
     row = tl.arange(0, 64)
@@ -95,7 +97,7 @@ def _to_e4m3(
 
 
 def to_fp8(weight: Quantized, *, target: Target) -> Fp8Weight:
-    """The weight in e4m3, with scales that use e4m3's range up to its largest number."""
+    """Converts the weight to e4m3, with scales chosen to use e4m3's range."""
     out, k = weight.shape
     scale = weight.e4m3_scale()
     packed = triton_call(

@@ -1,4 +1,5 @@
-"""Tokens to 8 bits on a GPU: a part of kernels that have a token's row, and a kernel of its own."""
+"""Quantises tokens to 8 bits on a GPU: as a function for kernels that hold a token's row in
+registers, and as a kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def store_quantized(
     x, token, padded, codes_ptr, scale_ptr, sum_ptr,
     k: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    """x: a token's float32 row of k inputs and zeros up to a power of two. See `TokenFormat`."""
+    """Quantises and stores a token: see `TokenFormat`. x: its k inputs in float32, padded with
+    zeros to a power of two."""
     block: tl.constexpr = x.shape[0]
     place = tl.arange(0, block)
     mask = place < k
@@ -44,7 +46,7 @@ def store_quantized(
 
 @triton.jit
 def _place(index, ORDER: tl.constexpr):
-    """Of the inputs of each 128."""
+    """The place of an input within its 128 inputs."""
     if ORDER == _BYTES:
         index = 2 * (index % 64) + index // 64
     elif ORDER == _WORDS:
@@ -58,8 +60,9 @@ def _place(index, ORDER: tl.constexpr):
 
 @triton.jit
 def _in_registers(word, nibble):
-    """Four words make four registers: even nibbles of two of them, odd ones, and so of the others.
-    Registers are 16 inputs apart."""
+    """Maps a nibble of a word to its byte in a register. Four words make four registers: the even
+    nibbles of two words, their odd ones, then those of the other two. Registers are 16 inputs
+    apart."""
     return 16 * (word // 2 * 2 + nibble % 2) + word % 2 * 2 + nibble // 2
 
 
@@ -94,7 +97,7 @@ def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens
 
 
 def out_types(tokens: int, k: int, form: TokenFormat) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Of the arrays of `QuantizedTokens`."""
+    """Types of the arrays of `QuantizedTokens`."""
     groups = k // form.group if form.group else 1
     return (
         jax.ShapeDtypeStruct((form.padded, k), form.dtype),
