@@ -53,11 +53,13 @@ def drafting(head: Path) -> Iterator[Server]:
         yield running
 
 
-async def answers(server: Server, sampling: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each question gets; all are sent at once."""
+async def answers(
+    server: Server, sampling: dict[str, Any], before: str = ""
+) -> list[dict[str, Any]]:
+    """What each question gets, with a text before it; all are sent at once."""
 
     async def ask(session: aiohttp.ClientSession, question: str) -> dict[str, Any]:
-        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = f"<|im_start|>user\n{before}{question}<|im_end|>\n<|im_start|>assistant\n"
         body = {"model": "jaxserve-embedded", "prompt": prompt, "max_tokens": 60, **sampling}
         async with session.post(f"{server.url}/v1/completions", json=body) as reply:
             answer = await reply.json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from jaxserve.api import SamplingParams
 from jaxserve.models import decoder
 from jaxserve.models.drafts.spec import ModelDraft
+from jaxserve.plan import PageMove, PageMoves
+from jaxserve.runner.page_moves import Rings
 from jaxserve.runner.runner import Runner
 from tests.runner.driver import GREEDY, PROMPT, Placed, first_token, generate, step, tokens_of
 from tests.runner.test_draft_steps import (
@@ -32,7 +35,8 @@ SMALL = tiny_spec(
 
 
 def served(body: Any, weights: decoder.Params) -> Runner:
-    config = replace(runner_config(TARGET), draft=ModelDraft(body=body, num_drafts=3))
+    draft = ModelDraft(body=body, num_drafts=3)
+    config = replace(runner_config(TARGET), draft=draft, rings=Rings(store=4, load=4))
     sink: Any = StubMetrics()
     runner = Runner(config, make_params(TARGET, 4), sink, weights)
     runner.compile(2, lambda name, done: None)
@@ -96,8 +100,27 @@ def test_a_cached_prefix_is_the_draft_models_too(random: Runner, small: Runner) 
     random.reset()
     first = Placed(slot=0, pages=PAGES[0])
     first_token(random, first, PROMPT[:9])
-    second = Placed(slot=1, pages=(*PAGES[0][:2], *PAGES[2][:6]))
-    tail = (77, 30)
+    assert_drafts_behind(random, small, (*PAGES[0][:2], *PAGES[2][:6]))
+
+
+def test_pages_that_come_back_from_a_tier_are_the_draft_models_too(
+    random: Runner, small: Runner
+) -> None:
+    random.reset()
+    first_token(random, Placed(slot=0, pages=PAGES[0]), PROMPT[:9])
+    mover = random.mover
+    assert mover is not None
+    random.move_pages(PageMoves((), (PageMove(PAGES[0][0], 0), PageMove(PAGES[0][1], 1))))
+    mover.settle()
+    for one, other in zip(mover.store_ring()[0], mover.load_ring()[0], strict=True):
+        ctypes.memmove(other.address, one.address, 2 * one.slot_bytes)
+    random.move_pages(PageMoves((PageMove(PAGES[2][0], 0), PageMove(PAGES[2][1], 1)), ()))
+    assert_drafts_behind(random, small, PAGES[2])
+
+
+def assert_drafts_behind(random: Runner, small: Runner, pages: tuple[int, ...]) -> None:
+    """Behind two pages of PROMPT that the sequence has not computed itself."""
+    second, tail = Placed(slot=1, pages=pages), (77, 30)
     tokens = [*PROMPT[:8], *tail, *tokens_of(step(random, [second.chunk(tail, 8)], [second]))]
     tokens += tokens_of(step(random, [second.verify(len(tokens) - 1, None, positions=4)]))
     assert drafts_on_device(random, 1) == (len(tokens), alone(small, tokens, 3))
