@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("model", help=f"a folder with config.json, or {', '.join(_NAMES)}")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, help="only so many, for a quick look")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     options = parser.parse_args()
     settings = Path(options.model) / "config.json"
     if options.model not in _NAMES and not settings.is_file():
@@ -88,7 +88,7 @@ def make(spec: ModelSpec, folder: Path) -> None:
     written = folder / "config.json"
     complete = any((folder / name).exists() for name in (SINGLE_FILE, _INDEX))
     if complete and written.exists() and written.read_text() == config:
-        print(f"{folder} is there already")
+        print(f"{folder} exists already")
         return
     folder.mkdir(parents=True, exist_ok=True)
     written.write_text(config)

@@ -205,12 +205,12 @@ def parse_args() -> argparse.Namespace:
     add("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b", help="default: qwen3-4b")
     add("--batch", type=sizes, default=[1, 16], help="sequences of a step; default: 1,16")
     add("--context", type=int, default=1024, help="tokens of each sequence; default: 1024")
-    add("--layers", type=int, default=6, help="of the model: enough that weights are not cached; 6")
+    add("--layers", type=int, default=6, help="enough to exceed the L2 cache; default: 6")
     add("--operations", type=names, help="only these; default: all that a decode step has")
     add("--seconds", type=float, default=600, help="time for everything; default: 600")
     add("--write", action="store_true", help="write the card's tables, not only print")
     add("--dry-run", action="store_true", help="print the candidates; needs no GPU with --gpu")
-    add("--gpu", choices=sorted(GPUS), help="the card of --dry-run; default: the one that is here")
+    add("--gpu", choices=sorted(GPUS), help="the card of --dry-run; default: this machine's")
     return parser.parse_args()
 
 
