@@ -46,7 +46,7 @@ from scripts.offload_engine import WHOLE, Bench, First, Work
 
 
 def ttft(bench: Bench, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
-    """All prompts are computed and displaced before the first comes back."""
+    """Times to first token. All prompts are computed and displaced before the first is restored."""
     prompts = {length: [bench.prompt(length) for _ in range(repeats)] for length in lengths}
     found: dict[str, Any] = {str(length): {} for length in lengths}
     for length, those in prompts.items():
@@ -67,8 +67,8 @@ def ttft(bench: Bench, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
 
 
 def from_below(bench: Bench, prompt: tuple[int, ...], name: str) -> First:
-    """A prompt that the device does not have; for "disk" neither does the host's memory. What the
-    policy refuses is loaded the second time."""
+    """Runs a prompt that is not on the device, and for "disk" not in host memory either. If the
+    policy refuses to load it, a second run forces the load."""
     refused = ""
     for forced in (False, True):
         bench.settle()
@@ -83,7 +83,8 @@ def from_below(bench: Bench, prompt: tuple[int, ...], name: str) -> First:
 
 
 def figure(name: str, firsts: Sequence[First]) -> dict[str, Any]:
-    """Returns the median of requests that hit what they should, else None and what they hit."""
+    """Returns the median time if all requests hit the intended tier; else None and the tiers
+    hit."""
     tiers = Counter(first.tier for first in firsts)
     found: dict[str, Any] = {name: None}
     if tiers.keys() == {name}:
@@ -100,19 +101,19 @@ def figure(name: str, firsts: Sequence[First]) -> dict[str, Any]:
 
 
 class Rate(NamedTuple):
-    """Of sequences that decode, and of requests beside them."""
+    """The rate of decoding sequences, and the requests that ran beside them."""
 
     tokens: float
-    """Of the sequences, per second."""
+    """Output tokens of the sequences per second."""
     ended: list[str]
     """The requests that ended."""
     loaded: int
-    """Bytes that came to the device."""
+    """Bytes loaded to the device."""
     work: Work
     seconds: float
 
     def beside(self, alone: float) -> dict[str, Any]:
-        """Returns what the requests cost, beside `alone` tokens per second without them."""
+        """Returns the cost of the requests. `alone`: tokens per second without them."""
         share, turns = self.tokens / alone, max(self.work.turns, 1)
         count = max(len(self.ended), 1)
         return {
@@ -133,14 +134,14 @@ class Rate(NamedTuple):
 
 
 class Streams:
-    """Sequences that decode, as many at any time, and requests beside them."""
+    """A constant number of decoding sequences, and requests beside them."""
 
     def __init__(self, bench: Bench, rows: int, most: int, seconds: float):
         self.bench, self.rows, self.most, self.seconds = bench, rows, most, seconds
 
     def rate(self, prompts: Iterator[tuple[int, ...]] | None = None, every: float = 0.0) -> Rate:
-        """Returns the rate beside requests for `prompts`: one after another, and each `every`
-        seconds at most."""
+        """Returns the rate beside requests for `prompts`, which run one after another, at most one
+        every `every` seconds."""
         bench, begun = self.bench, list[str]()
         live = {bench.add(bench.prompt(64), self.most) for _ in range(self.rows)}
         bench.until(lambda: live <= bench.firsts.keys())
@@ -168,10 +169,13 @@ class Streams:
 def streams(
     bench: Bench, rows: int, length: int, seconds: float, rates: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """Output tokens per second of `rows` sequences: alone; beside prompts in turn of which the
-    device cannot hold all, so that each finds that others have displaced it, one after another and
-    then so many per second; and beside as many that the device has, which compute their last page
-    as well. What restores cost beyond those is the tier's. Yields what there is so far."""
+    """Output tokens per second of `rows` sequences. Yields the figures so far after each run.
+
+    They run alone; beside requests whose prefixes must be restored; and beside as many requests
+    that hit the device. The prompts of restores are more than the device can hold, and take turns,
+    so that each has been displaced. Requests run one after another, and then at the given rates.
+    The tier costs the difference between restores and hits, since both compute their last page.
+    """
     if rows >= bench.slots:
         rows = bench.slots - 1
         print(f"streams: {rows} rows, so that one of {bench.slots} sequences is left", flush=True)
@@ -215,7 +219,8 @@ def streams(
 
 
 def beside_restores(bench: Bench, rate: Rate, length: int, alone: float) -> dict[str, Any]:
-    """Returns the figures of requests that came back from below, or what they hit instead."""
+    """Returns the figures if the requests were restored from lower tiers, or what they hit
+    instead."""
     came = [bench.found[name] for name in rate.ended]
     whole = sum(restored >= WHOLE * length for _, restored in came)
     if whole and whole >= WHOLE * len(came):
@@ -227,8 +232,9 @@ def beside_restores(bench: Bench, rate: Rate, length: int, alone: float) -> dict
 
 
 def fastest(points: Sequence[dict[str, Any]], share: float = 0.97) -> tuple[float, float] | None:
-    """Returns restores and GB per second at which sequences keep `share` of their rate, on straight
-    lines between the points, from 1 at none; None if they keep more at every point."""
+    """Returns the restores and GB per second at which sequences keep `share` of their rate, by
+    linear interpolation between the points; None if they keep more at every point. Without restores
+    they keep 1."""
     before = (0.0, 0.0, 1.0)
     for point in sorted(points, key=lambda each: each["requests per second"]):
         names = ("requests per second", "GB per second to the device", "share")
@@ -243,7 +249,7 @@ def fastest(points: Sequence[dict[str, Any]], share: float = 0.97) -> tuple[floa
 
 
 def chats(bench: Bench, count: int, turns: int, length: int, *, tier: bool) -> dict[str, Any]:
-    """Conversations in turn: each turn adds a question to all that was said before."""
+    """Runs conversations in turn. Each turn adds a question to the whole conversation so far."""
     bench.scheduler.reset_prefix_cache()
     begin = bench.host.begin
     if not tier:

@@ -223,27 +223,27 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--parts", default="copies,fresh,eagle3,mtp", help=f"of {', '.join(PARTS)}")
+    add("--parts", default="copies,fresh,eagle3,mtp", help=f"some of {', '.join(PARTS)}")
     add("--model", default="qwen3-4b", help="a named shape, or a folder")
     add("--text", action="store_true", help="real weights, see above")
-    add("--clients", type=sizes, help="of all parts (default: those of each)")
-    add("--prompt-tokens", type=int, help="of all parts (default: those of each)")
+    add("--clients", type=sizes, help="numbers of clients in all parts; default: by part")
+    add("--prompt-tokens", type=int, help="tokens per prompt in all parts; default: by part")
     add("--output-tokens", type=int, default=192)
-    add("--seconds", type=float, default=40.0, help="of turns at most at each point")
+    add("--seconds", type=float, default=40.0, help="most seconds of turns per point")
     add("--settle", type=float, default=2.0, help="seconds of each loop before its turns")
-    add("--turn", type=float, default=0.3, help="seconds")
-    add("--budget", type=float, default=1500.0, help="seconds in which new points are begun")
-    add("--load", type=float, default=1.5, help="of overload")
-    add("--arrivals", type=float, default=2.5, help="seconds in which requests come at overload")
-    add("--pairs", type=int, default=3, help="of runs at overload")
+    add("--turn", type=float, default=0.3, help="seconds per turn")
+    add("--budget", type=float, default=1500.0, help="begin no point after this many seconds")
+    add("--load", type=float, default=1.5, help="overload, relative to the server's rate")
+    add("--arrivals", type=float, default=2.5, help="overload: seconds in which requests arrive")
+    add("--pairs", type=int, default=3, help="overload: pairs of runs")
     add("--ttft", type=float, default=2.0, help="seconds")
     add("--tpot", type=float, default=0.05, help="seconds")
-    add("--memory", type=float, default=0.8, help="share of the card of the server or engine")
+    add("--memory", type=float, default=0.8, help="share of the card's memory")
     add("--start-timeout", type=float, default=600.0)
-    add("--flags", default=FLAGS, help="further flags of the server, in one word")
-    add("--head-flags", default=HEAD_FLAGS, help="of the engine of `eagle3` and so on")
+    add("--flags", default=FLAGS, help="more server flags, as one argument")
+    add("--head-flags", default=HEAD_FLAGS, help="engine flags for parts with a head")
     add("--mtp-model", default="qwen3.5-27b", help="the model of `mtp`")
-    add("--mtp-layers", type=int, default=8, help="how many of its layers; 0: all")
+    add("--mtp-layers", type=int, default=8, help="number of its layers; 0: all")
     add("--out", type=Path, help="write the result as JSON")
     return parser.parse_args()
 
@@ -288,7 +288,7 @@ async def measure(
         bench = Bench(server, session, args)
         first = next(iter(TEXTS)) if args.text else MADE[0]
         async with bench.loop(Point(first, 2, 96), "warm", "on"):
-            await asyncio.sleep(0.5)  # what is slow once
+            await asyncio.sleep(0.5)  # skip one-time costs
         for part in parts:
             with report.timed(part):
                 if part == "overload":

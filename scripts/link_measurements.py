@@ -1,9 +1,9 @@
-"""The measurements of scripts/bench_link.py, in a process that may die.
+"""Runs the measurements of scripts/bench_link.py, in a child process that may die.
 
     python scripts/link_measurements.py SETTINGS REPORT NAME...
 
-SETTINGS is a file of JSON. A line of JSON goes to the file REPORT when a measurement or a part of
-it begins, and one with its result when it ends.
+SETTINGS is a JSON file. When a measurement, or a part of one, begins, the script appends a line of
+JSON to the file REPORT; when a measurement ends, a line with its result.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from jaxserve_kernels.cuda_driver import check
 MIB, GIB = 1 << 20, 1 << 30
 BOTH = (Direction.STORE, Direction.LOAD)
 SWITCH_INTERVAL = 0.001
-"""As the engine sets it."""
+"""Seconds for `sys.setswitchinterval`, as in the engine."""
 
 
 class Report:
-    """The file for whoever started this process."""
+    """The report file, which the parent process reads."""
 
     def __init__(self, path: Path):
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def begin(self, step: str) -> None:
-        """What comes next may be the last thing that happens."""
+        """Records the beginning of a step, in which the process may die."""
         print(json.dumps({"step": step}), file=self._file)
 
     def end(self, name: str, result: Any) -> None:
-        """A measurement has its result."""
+        """Records the result of a measurement."""
         print(json.dumps({"name": name, "result": result}), file=self._file)
 
 
@@ -101,7 +101,7 @@ class Bench:
                 sys.exit("copies hang")
 
     def plain(self, directions: Sequence[Direction]) -> list[float]:
-        """Returns the GB/s of each direction: one copy each, as large as a ring, all at once."""
+        """Returns the GB/s of each direction, for simultaneous copies as large as a ring."""
         size = self.slots * self.page_bytes
         rounds = [self._plain(directions, size) for _ in range(4)]
         return [rate(size, min(seconds)) for seconds in zip(*rounds, strict=True)]
@@ -119,7 +119,7 @@ class Bench:
         begin = time.perf_counter()
         for direction, stream in zip(directions, streams, strict=True):
             ring = c_uint64(self.addresses[BOTH.index(direction)])
-            # Halves of the slab, so that what is stored is not what is loaded.
+            # Each direction uses its own half of the slab.
             host = c_void_p(self.slab.address(0 if direction is BOTH[0] else self.slots))
             if direction is Direction.STORE:
                 check(driver.cuMemcpyDtoHAsync_v2(host, ring, c_size_t(size), stream), "copy")
@@ -139,7 +139,7 @@ class Bench:
         meanwhile: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> list[float]:
-        """Returns the GB/s of each direction, with as many pages waiting as a ring has."""
+        """Returns the GB/s of each direction, with a ring's number of pages always queued."""
         with self.copier(**options) as (copier, woken):
             number, begin = 0, time.perf_counter()
             done = dict.fromkeys(BOTH, 0)
@@ -165,7 +165,7 @@ class Bench:
             return [rate(done[d] * self.page_bytes, last[d] - begin) for d in directions]
 
     def _submit(self, copier: PageCopier, direction: Direction, number: int) -> None:
-        """Stores go to the first half of the slab, loads come from the second."""
+        """Submits a page. Stores go to the first half of the slab, loads come from the second."""
         half = self.slab.num_slots // 2
         if direction is Direction.STORE:
             copier.store(number % self.slots, number % half, 0)
@@ -182,7 +182,7 @@ def rate(nbytes: int, seconds: float) -> float:
 
 
 class Small:
-    """Copies of 4 KiB to the host on a stream of its own, as a step's tokens go."""
+    """Copies 4 KiB to the host on a separate stream, like a step's tokens."""
 
     def __init__(self, bench: Bench):
         self._cuda, self._bench, self._times = bench.cuda, bench, list[float]()
@@ -202,7 +202,7 @@ class Small:
         self._times.append(time.perf_counter() - begin)
 
     def summary(self) -> dict[str, float]:
-        """Returns milliseconds, and forgets them."""
+        """Returns a summary of the milliseconds so far, and resets them."""
         times, self._times = sorted(self._times), []
         if not times:
             return {}
@@ -214,7 +214,7 @@ class Small:
 
 @contextlib.contextmanager
 def busy(number: int) -> Generator[None]:
-    """Threads that run Python all the time."""
+    """Context manager: runs `number` threads that execute Python all the time."""
     stop = threading.Event()
 
     def run() -> None:
@@ -251,7 +251,7 @@ def measure_copies(bench: Bench) -> list[dict[str, Any]]:
 
 
 def measure_steps(bench: Bench) -> dict[str, float]:
-    """A step of large products, of some milliseconds."""
+    """Times a step of large products, which takes several milliseconds."""
     size, products = (8192, 8) if is_gpu() else (256, 8)
 
     @jax.jit
@@ -285,7 +285,7 @@ def measure_steps(bench: Bench) -> dict[str, float]:
 
 
 def check_content(bench: Bench) -> None:
-    """SystemExit: what was loaded and stored again is not what it was."""
+    """Raises SystemExit if pages differ after they were loaded and stored again."""
     slab, half = bench.slab, bench.slab.num_slots // 2
     with bench.copier() as (copier, woken):
         for host_slot in range(half, half + bench.slots):

@@ -1,7 +1,8 @@
-"""Write tests/golden: tiny random checkpoints with the logits that transformers computes for them.
+"""Writes tests/golden: tiny random checkpoints, with the logits that transformers computes for
+them.
 
-Needs torch and transformers, which jaxserve itself never imports; the committed files were made
-with the versions that each golden.npz names:
+Needs torch and transformers, which jaxserve itself never imports. Each golden.npz names the
+versions that made it:
 
     python -m venv /tmp/goldens && /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.17.0
     /tmp/goldens/bin/python scripts/make_goldens.py [VARIANT ...]
@@ -16,11 +17,13 @@ Each variant is a Hugging Face folder (config.json, safetensors) plus golden.npz
     greedy_margin_{j}       float32 []: smallest lead of the best logit on the way
     versions                str
 
-All computed in float32 from the weights exactly as stored. RoPE is transformers' rotate_half
-convention: the rotated pairs are (i, i + head_dim / 2), not (2i, 2i + 1). Three things make errors
-visible that default random weights hide: large weights (the default gives logits of deviation
-0.16), random norm weights and biases, and, for YaRN and llama3, sequences far beyond the original
-context. Windows are shorter than most sequences, and no multiple of a page.
+Everything is computed in float32 from the weights as stored. RoPE follows transformers'
+rotate_half: the rotated pairs are (i, i + head_dim / 2), not (2i, 2i + 1).
+
+Default random weights would hide errors. So weights are large (the default gives logits with a
+standard deviation of 0.16), norm weights and biases are random, and with YaRN and llama3 sequences
+exceed the original context by far. Windows are shorter than most sequences, and not a multiple of a
+page.
 """
 
 from __future__ import annotations
@@ -49,11 +52,12 @@ from transformers import (
 
 VOCAB = 257
 LENGTHS = (1, 2, 17, 48, 100)
-"""One token, two, just past a page of 16, and several pages."""
+"""Sequence lengths: one token, two, just past a page of 16, and several pages."""
 PROMPT_LENGTHS = (1, 16, 37)
 NEW_TOKENS = 64
 MIN_MARGIN = 2e-3
-"""A float32 implementation differs by about 1e-5: greedy tokens must not depend on that."""
+"""Least margin of greedy tokens. Float32 implementations differ by about 1e-5, which must not
+change a token."""
 
 YARN = {
     "rope_type": "yarn",
@@ -101,7 +105,7 @@ def config(
 
 
 def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Float32 model whose weights are representable in `dtype`."""
+    """A float32 model whose weights are exact in `dtype`."""
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -131,7 +135,7 @@ def random_model(settings: PretrainedConfig, seed: int, dtype: torch.dtype) -> P
 
 
 def _is_zero_centred(name: str, settings: PretrainedConfig) -> bool:
-    """Whether a norm adds 1 to its weight: in Qwen3.5 all but those inside delta nets."""
+    """Whether a norm adds 1 to its weight: in Qwen3.5 all norms but those inside delta nets."""
     zero_centred = isinstance(settings, Qwen3_5TextConfig | Qwen3_5MoeTextConfig)
     return zero_centred and name.endswith("norm.weight") and "linear_attn" not in name
 
@@ -143,7 +147,7 @@ def logits_of(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def greedy(model: PreTrainedModel, prompt: np.ndarray) -> tuple[np.ndarray, float]:
-    """Continuation without a KV cache, and the smallest lead of a chosen token."""
+    """The greedy continuation, without a KV cache, and the smallest margin of a chosen token."""
     tokens, margin = list(prompt), math.inf
     for _ in range(NEW_TOKENS):
         last = logits_of(model, np.array(tokens, np.int32))[-1]
@@ -156,7 +160,7 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray) -> tuple[np.ndarray, floa
 def prompt_with_margin(
     model: PreTrainedModel, length: int, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """A random prompt whose continuation varies and is nowhere close to a tie."""
+    """A random prompt whose continuation varies and has no near ties."""
     for _ in range(50):
         prompt = generator.integers(0, VOCAB, length, dtype=np.int32)
         tokens, margin = greedy(model, prompt)
@@ -203,7 +207,7 @@ def write(
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Arguments of `write` by name of the folder."""
+    """Arguments of `write`, by name of the folder."""
     bf16, whole = torch.bfloat16, "1GB"
     qwen3 = {"kind": Qwen3Config, "head_dim": 32}
     plain = {"rope": DEFAULT_ROPE}

@@ -1,4 +1,4 @@
-"""What timings of products say: totals of a layer, the never-slower rule, a table, a plot."""
+"""Reports timings of products: totals per layer, the never-slower check, a table and a plot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.table import Table
 LAYER = ("qkv", "out", "gate_up", "down")
 
 _WIDTH = 180
-"""Of the table, in characters: room for ten columns."""
+"""Width of the table in characters: room for ten columns."""
 
 COPY = "-copy"
-"""Ends the name of a 4-bit format with a copy in fp8, timed where that is read."""
+"""Suffix of a 4-bit format with an fp8 copy. It is timed where products read the copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,12 @@ class Timing:
     tb_per_s: float
     tflop_per_s: float
     ratio_to_bf16: float
-    """The time over bfloat16's in this process; for `layer` and `head`, what a step sees."""
+    """The time divided by bfloat16's in this process. Entries `layer` and `head` matter for
+    steps."""
 
 
 def layer_totals(timings: list[Timing]) -> list[Timing]:
-    """The four products of a layer together, where all are known, and bfloat16's."""
+    """Sums of the four products of a layer, if all are known, with bfloat16's for comparison."""
     known: dict[tuple[str, int], list[Timing]] = {}
     for timing in timings:
         if timing.product in LAYER:
@@ -68,8 +69,8 @@ def line(t: Timing) -> str:
 
 
 def assert_never_slower(timings: list[Timing], limit: float) -> None:
-    """SystemExit: a layer, or the output matrix, in a format that the engine serves takes more than
-    `limit` times what it takes in bfloat16. Codes count only where no copy of them was timed."""
+    """Raises SystemExit if a layer, or the output matrix, takes more than `limit` times bfloat16's
+    time in a format that the engine serves. Codes count only if no copy was timed."""
     copied = {(t.product, t.format, t.tokens) for t in timings if t.format.endswith(COPY)}
     slower = [
         f"{t.product} {t.format} at {t.tokens} tokens: {t.ratio_to_bf16:.2f} times bfloat16"
@@ -83,7 +84,8 @@ def assert_never_slower(timings: list[Timing], limit: float) -> None:
 
 
 def show(result: dict[str, Any], timings: list[Timing]) -> None:
-    """A row for each format of a layer, and of the output matrix; a column for each M."""
+    """Prints a row for each format of a layer and of the output matrix, with a column for each
+    number of tokens."""
     title = (
         f"{result['model']} on {result['card']}: copy {result['copy_tb_per_s']:.2f} TB/s, "
         f"bfloat16 {result['bf16_tflop_per_s']:.0f} TFLOP/s; us (over bfloat16's) by tokens"
@@ -108,7 +110,7 @@ def _cell(timing: Timing | None) -> str:
 
 
 def plot(result: dict[str, Any], timings: list[Timing], path: Path) -> None:
-    """A layer's products over tokens, one line for each format: their time, and that over
+    """Plots a layer's products over tokens, one line per format: their time, and its ratio to
     bfloat16's."""
     import matplotlib
 

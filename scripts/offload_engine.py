@@ -1,5 +1,5 @@
-"""An engine in this process with a tier below the device, whose turns the caller runs, and what its
-requests found where. For scripts/bench_offload.py."""
+"""An engine with KV offload, for scripts/bench_offload.py. The caller runs its turns, and learns in
+which tier each request found its prefix."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from jaxserve.scheduler.load import key_of
 from jaxserve.startup import environment
 
 WHOLE = 0.8
-"""Of a prompt's tokens, the share that a hit has at least: the last pages are computed."""
+"""Least share of a prompt's tokens that counts as a hit: the last pages are always computed."""
 
 
 class First(NamedTuple):
-    """A request's first token, and where its prompt was found."""
+    """The time to a request's first token, and the tier in which its prompt was found."""
 
     ms: float
     known: int
-    """Tokens of the prompt that came before."""
+    """Tokens of the prompt that an earlier request had."""
     cached: int
-    """Tokens found anywhere."""
+    """Tokens found in any tier."""
     restored: int
-    """Of these, tokens that came back from below the device."""
+    """Cached tokens that were loaded from host memory or disk."""
     read: int
     """Bytes read from disk meanwhile."""
     loaded: int
-    """Bytes loaded from the host's memory meanwhile."""
+    """Bytes loaded from host memory meanwhile."""
     refused: str
-    """Why what lay below the device was computed."""
+    """Why the policy recomputed tokens instead of loading them."""
     load_ms: float | None = None
-    """From the begin of its load to the end; None: there was none."""
+    """Duration of the load; None if there was none."""
 
     @property
     def tier(self) -> str:
@@ -56,17 +56,17 @@ class First(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the engine's thread has done."""
+    """Counters of the engine's thread."""
 
     turns: float
     seconds: float
-    """In turns, without what waits for the device."""
+    """Seconds in turns, without waits for the device."""
     planning: float
-    """Of these, until there is a plan."""
+    """Seconds of these until the plan exists."""
     before_step: float
-    """Until the step is launched."""
+    """Seconds until the step is launched."""
     late: float
-    """Steps that were launched when the one before had ended."""
+    """Steps that were launched after the previous step had ended."""
     launches: float
     """Turns that moved pages."""
     restored: float
@@ -106,12 +106,12 @@ class Bench:
         self.random, self.number, self.in_flight = random.Random(0), 0, None
         self.firsts: dict[str, float] = {}
         self.found: dict[str, tuple[int, int]] = {}
-        """Tokens cached and restored, by request."""
+        """Numbers of cached and of restored tokens, by request."""
         self.tokens = 0
         self.running: set[str] = set()
         self.work = Work(*[0.0] * len(Work._fields))
         self.load_ms: float | None = None
-        """Of the last load."""
+        """Duration of the last load."""
         self._watch_loads()
 
     def _watch_loads(self) -> None:
@@ -125,7 +125,7 @@ class Bench:
         observer.tier_loaded = loaded
 
     def prompt(self, length: int) -> tuple[int, ...]:
-        """Random tokens, never the same."""
+        """Random tokens, different in each call."""
         return tuple(self.random.randrange(self.vocab) for _ in range(length))
 
     def add(self, prompt: tuple[int, ...], max_tokens: int) -> str:
@@ -139,7 +139,7 @@ class Bench:
         return name
 
     def turn(self) -> None:
-        """As `StepLoop._advance`."""
+        """Runs one turn, like `StepLoop._advance`."""
         began = time.perf_counter()
         plan = self.scheduler.plan()
         planned = time.perf_counter() - began
@@ -171,7 +171,7 @@ class Bench:
         self.in_flight = launched
 
     def move_pages(self) -> list[PageMoves]:
-        """Launch what is due. Returns it, or nothing."""
+        """Launches the page moves that are due, and returns them."""
         moves = self.host.take()
         if moves is None:
             return []
@@ -185,8 +185,8 @@ class Bench:
             self.turn()
 
     def first_token(self, prompt: tuple[int, ...], *, new: int = 0, forced: bool = False) -> First:
-        """The first token of a request alone, whose last `new` tokens never came before. `forced`:
-        load whatever is below the device."""
+        """Runs a single request until its first token. Its last `new` tokens are new. `forced`:
+        load from lower tiers even if the policy would recompute."""
         before, decided, begin = self.moved(), self.host.decision, self.host.begin
         if forced:
             self.host.begin = lambda seq, cached, prefill_rate: begin(seq, cached, None)
@@ -215,12 +215,12 @@ class Bench:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt that leaves half of the device to others."""
+        """Length of the longest prompt that leaves half of the device's cache free."""
         return min(self.scheduler.max_model_len - 8, self.cache_tokens // 2)
 
     def displace(self) -> None:
-        """Let others take pages of the device until the tier has all that lay there, and no longer:
-        what they leave behind fills the disk, too."""
+        """Runs other requests until they have displaced the device's pages to the tier, and no
+        longer: their own pages fill the disk too."""
         wanted = {
             key_of(group, content)
             for group, pool in enumerate(self.scheduler.pools)
@@ -234,10 +234,10 @@ class Bench:
             self.settle()
 
     def settle(self) -> None:
-        """Let everything reach the host and the disk."""
+        """Waits until all pages have reached host memory and disk."""
         self.until(lambda: self.in_flight is None and not self.scheduler.is_moving_pages)
 
     def forget_device(self) -> None:
-        """Empty the device's prefixes; the tier keeps its own."""
+        """Clears the device's prefix cache. The lower tiers keep theirs."""
         for pool in self.scheduler.pools:
             pool.forget()

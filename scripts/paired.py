@@ -1,4 +1,4 @@
-"""Ratios of two arms that were measured in turns, and how sure their median is."""
+"""Ratios of two arms that were measured in turns, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 
 class Ratio(NamedTuple):
-    """The median of paired ratios, with an interval that holds the true one."""
+    """The centre of paired ratios, with a confidence interval."""
 
     median: float
     low: float
     high: float
     confidence: float
-    """Of the interval: at least 0.95 from six pairs on."""
+    """Confidence of the interval: at least 0.95 with six pairs or more."""
 
     @property
     def noise(self) -> float:
@@ -25,11 +25,11 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """Returns the ratio of the second values to the first ones.
+    """Returns the median ratio of the second values to the first ones.
 
-    The interval is that of order statistics, whatever the distribution: between the k-th smallest
-    and the k-th largest ratio lies the true median, unless fewer than k of the pairs fall on one of
-    its sides, which a fair coin decides. k is the largest with a confidence of 0.95, at least 1.
+    The interval is that of order statistics, for any distribution. The true median is between the
+    k-th smallest and the k-th largest ratio, unless fewer than k pairs fall on one of its sides,
+    which has a binomial probability. k is the largest number with a confidence of 0.95, at least 1.
     """
     ratios = sorted(second / first for first, second in pairs)
     count, outside = len(ratios), 0.0
@@ -43,12 +43,11 @@ def ratio_of(pairs: Sequence[tuple[float, float]]) -> Ratio:
 
 
 def ratio_of_turns(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """Returns the ratio of the second values to the first ones, of many short turns of which each
-    arm's came first equally often.
+    """Returns the central ratio of the second values to the first ones, for many short turns in
+    which each arm came first equally often.
 
-    So the log ratios are symmetric: their centre is the median of the averages of all twos (Hodges
-    and Lehmann), with the interval of the signed ranks (normal approximation), which holds it in 95
-    of 100 cases.
+    The log ratios are then symmetric. Their centre is the median of all pairwise averages (Hodges
+    and Lehmann). The 95 % interval is that of signed ranks, in normal approximation.
     """
     logs = [log(second / first) for first, second in pairs]
     averages = sorted((a + b) / 2 for a, b in combinations_with_replacement(logs, 2))

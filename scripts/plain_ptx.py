@@ -1,4 +1,4 @@
-"""PTX as two compilers' output can be compared by it. Imports nothing that chooses a device."""
+"""Normalises PTX for comparisons. Imports nothing that chooses a device."""
 
 from __future__ import annotations
 

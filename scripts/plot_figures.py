@@ -1,4 +1,4 @@
-"""Draw the figures of README and docs from the measurements in docs/measurements.
+"""Draws the figures of README and docs from the measurements in docs/measurements.
 
 python scripts/plot_figures.py
 """
@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def draw_side_by_side() -> None:
-    """Output tokens per second and time per token over clients, beside vLLM on the same card."""
+    """Draws output tokens per second and time per token over clients, beside vLLM on the same
+    card."""
     result = measured("side_by_side_h200")
     figure, (rate, pace) = plt.subplots(1, 2, figsize=(9, 3.4))
     lines = {
@@ -58,7 +59,8 @@ def draw_side_by_side() -> None:
 
 
 def draw_weight_formats() -> None:
-    """Decode steps by format of weights, and over bfloat16's of the same machine."""
+    """Draws decode step times by weight format, and their ratio to bfloat16's on the same
+    machine."""
     result = measured("quantized_steps_h100")
     figure, (steps, ratios) = plt.subplots(1, 2, figsize=(9, 3.4))
     plain: dict[str, list[float]] = {}
@@ -69,7 +71,7 @@ def draw_weight_formats() -> None:
         if name == "bfloat16":
             plain[machine] = times
         if machine != "first machine" and name in ("bfloat16", "int4-act-order"):
-            continue  # drawn of the first
+            continue  # drawn from the first result
         (line,) = steps.plot(rows, times, "o-", markersize=3)
         over = [mine / theirs for mine, theirs in zip(times, plain[machine], strict=True)]
         ratios.plot(rows, over, "o-", markersize=3, color=line.get_color(), label=name)
@@ -89,7 +91,7 @@ def measured(name: str) -> Any:
 
 
 def draw_policies() -> None:
-    """Throughput and goodput of the study's mix over the requests sent per second."""
+    """Draws throughput and goodput of the study's mix over the requests sent per second."""
     result = measured("policies_h200")
     figure, (throughput, goodput) = plt.subplots(1, 2, figsize=(9, 3.4))
     for policy, mark in (("fcfs", "s-"), ("slo", "o-")):
@@ -123,7 +125,7 @@ def draw_policies() -> None:
 
 
 def draw_step(result: Any, file: Path) -> None:
-    """Step time over the batch, with the time that reading its bytes takes at least."""
+    """Draws step time over the batch size, beside the floor: the time to read the step's bytes."""
     timings = result["timings"]
     batch = [timing["batch"] for timing in timings]
     figure, axes = plt.subplots(figsize=(7, 3.6))
@@ -159,7 +161,7 @@ SCALES = {"percentunit": 100, "bytes": 2**-20}
 
 
 def draw_dashboard() -> None:
-    """The panels of the Grafana dashboard, where its grid has them, over a run on a CPU."""
+    """Draws the panels of the Grafana dashboard, in its grid, from a run on a CPU."""
     result = measured("dashboard_cpu")
     panels = result["panels"]
     rows = len({panel["place"]["y"] for panel in panels})
@@ -186,7 +188,7 @@ def draw_dashboard() -> None:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Without the date, so that equal figures are equal files."""
+    """Saves a figure without the date, so that equal figures are equal files."""
     for axes in figure.axes:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)

@@ -1,4 +1,4 @@
-"""What `prove_on_card.py` runs: a proof for each claim about a GPU, and what the proofs need."""
+"""The proofs that `prove_on_card.py` runs, one for each claim about a GPU, and their packages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ NEEDS = {
     "--to orbax": ("orbax-checkpoint",),
     "/orbax/": ("orbax-checkpoint",),
 }
-"""Packages that the extras for GPUs do not install, by words of the commands that need them."""
+"""Extra packages, which the extras for GPUs do not install, by a part of the command that needs
+them."""
 
 
 class Proof(NamedTuple):
-    """`{out}`, `{cache}` and `{url}` in a command are its folder, the compiled programs' and the
-    server's address."""
+    """A proof: a series of commands. In a command `{out}` is the proof's folder, `{cache}` that of
+    compiled programs, and `{url}` the server's address."""
 
     shows: str
     minutes: float
-    """On an H200, with nothing compiled before: a guide for the estimate, and a fifth of what each
-    command may take."""
+    """Duration on an H200 with nothing compiled before. It is used for the estimate; each command
+    may take five times as long."""
     commands: tuple[str, ...]
     server: str | None = None
-    """Flags of the server that runs meanwhile."""
+    """Flags of a server that runs during the commands; None: no server."""
 
 
 PROOFS = {

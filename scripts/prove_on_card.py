@@ -1,16 +1,17 @@
-"""Everything that is claimed of a GPU, measured again with one command.
+"""Measures all claims about a GPU again, with one command.
 
     python scripts/prove_on_card.py --list
     python scripts/prove_on_card.py --out results                     # all of it
     python scripts/prove_on_card.py decode serving --out results      # some of it
     python scripts/prove_on_card.py --out results --gpus 0,1,2,3      # a card for each at a time
 
-A proof is one or more commands of this repository, each of which runs whatever those before it
-did; it has a folder under --out with its log and the JSON files that docs/measurements keeps. One
-that passed is not run again, so a run that was cut off goes on where it was; --again starts anew.
-A command that needs packages which are not installed fails and names them; the others run. Several
-cards share their host: times of the host, TTFT above all, are honest with one proof at a time only.
-The exit status is the number of proofs that failed.
+A proof is one or more commands of this repository. A command runs even if an earlier one failed.
+Each proof has a folder under --out with its log and the JSON files that docs/measurements keeps.
+Proofs that passed are not run again, so an interrupted run continues; --again repeats them. A
+command fails if it needs packages that are not installed, and names them; the other commands run.
+
+With several cards, proofs share the host's processors. Times of the host, above all TTFT, are
+reliable only with one proof at a time. The exit status is the number of failed proofs.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("proofs", nargs="*", metavar="PROOF", help="see --list; default: all")
+    parser.add_argument("proofs", nargs="*", metavar="PROOF", help="default: all; see --list")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--gpus", default="0", help="numbers of the cards to use: 0,1")
-    parser.add_argument("--budget", type=float, help="begin none after so many minutes")
-    parser.add_argument("--again", action="store_true", help="also those that have passed")
-    parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--budget", type=float, help="begin no proof after this many minutes")
+    parser.add_argument("--again", action="store_true", help="repeat proofs that have passed")
+    parser.add_argument("--list", action="store_true", help="list the proofs")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run none")
     options = parser.parse_args()
     if unknown := set(options.proofs) - set(PROOFS):
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def show_commands(names: list[str], out: Path) -> None:
-    """As they would be run, one a line."""
+    """Prints the commands, one per line."""
     for name in names:
         places = _places(name, out, "8100")
         server = PROOFS[name].server
@@ -108,7 +109,7 @@ def prove(options: argparse.Namespace) -> int:
     try:
         for thread in threads:
             thread.join()
-    except KeyboardInterrupt:  # what runs was interrupted, too
+    except KeyboardInterrupt:  # the running command was interrupted, too
         while not waiting.empty():
             failed.append(waiting.get_nowait())
         for thread in threads:
@@ -125,7 +126,7 @@ def _passed(folder: Path) -> bool:
 
 
 def _describe(path: Path, gpu: str) -> None:
-    """The card and the versions, for whoever reads the results."""
+    """Writes the card and the versions, for readers of the results."""
     asked = ["nvidia-smi", "-i", gpu, "--query-gpu=name,driver_version,memory.total"]
     try:
         lines = subprocess.check_output([*asked, "--format=csv,noheader"], text=True)
@@ -174,7 +175,7 @@ def _run(name: str, out: Path, gpu: str, port: int) -> bool:
 
 
 def _places(name: str, out: Path, port: str) -> dict[str, object]:
-    """What stands in commands for `{…}`."""
+    """The values of `{…}` in commands."""
     return {
         "out": (out / name).resolve(),
         "cache": (out / "programs").resolve(),
@@ -185,7 +186,7 @@ def _places(name: str, out: Path, port: str) -> dict[str, object]:
 
 
 def _missing(commands: tuple[str, ...]) -> list[str]:
-    """Which of the packages that they need are not installed."""
+    """The packages that the commands need and that are not installed."""
     needed = [
         package
         for words, packages in NEEDS.items()
@@ -233,7 +234,7 @@ def _command(
     environment: dict[str, str],
     log: IO[str],
 ) -> bool:
-    """Whether the command passed, which the log says, too."""
+    """Runs a command. Returns whether it passed, and writes that to the log."""
     log.write(f"\n$ python {command.format(**places)}\n")
     if missing := _missing((command,)):
         log.write(f"not run; not installed: {', '.join(missing)}\n")
@@ -263,7 +264,7 @@ def _words(command: str, places: dict[str, object]) -> list[str]:
 
 
 def _ready(url: str, server: subprocess.Popen[bytes], seconds: float = 600.0) -> bool:
-    """Whether the server came up; the first start compiles."""
+    """Waits for the server, whose first start compiles. Returns whether it became ready."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and server.poll() is None:
         try:

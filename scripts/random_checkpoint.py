@@ -1,12 +1,12 @@
-"""Write a Hugging Face folder of a model's shape with random weights, as it is published.
+"""Writes a Hugging Face folder with a model's published shape and random weights.
 
     python scripts/random_checkpoint.py qwen3-4b /tmp/qwen3-4b
     python scripts/random_checkpoint.py gpt-oss-20b /tmp/gpt-oss-20b --layers 2
 
-For measuring starts and conversions: 8 GB for qwen3-4b, 61 for qwen3-30b-a3b, 14 for gpt-oss-20b,
-whose experts are in MXFP4. Families: Qwen3, Qwen3-MoE and gpt-oss, in bfloat16 but for those
-experts. A folder with a config.json may stand for a name. The tokenizer is the embedded model's. A
-folder that has the weights already is kept. Memory needed is that of some rows.
+For measuring starts and conversions. Sizes: 8 GB for qwen3-4b, 61 for qwen3-30b-a3b, 14 for
+gpt-oss-20b. Families: Qwen3, Qwen3-MoE and gpt-oss, in bfloat16 except for gpt-oss's experts, which
+are in MXFP4. Instead of a name, give a folder with a config.json. The tokenizer is the embedded
+model's. A folder that already has the weights is kept. The script needs memory for a few rows only.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", _GPT_OSS)
 _NAMES = sorted(name for name, spec in NAMED_MODELS.items() if spec.architecture in _ARCHITECTURES)
 
 _POOL = 1 << 24
-"""Random numbers that all tensors are taken from."""
+"""Size of the pool of random numbers, from which all tensors are taken."""
 _SHARD = 16 << 30
-"""Bytes of a file; a model of more has several."""
+"""The most bytes of a file; larger models have several files."""
 _INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
-    """U8: codes of MXFP4, two in a byte; E8M0: their scales, bytes in a file, too."""
+    """Shape and dtype of a tensor. U8: MXFP4 codes, two per byte; E8M0: their scales, stored as
+    bytes."""
 
     shape: tuple[int, ...]
     kind: str = "BF16"
@@ -55,7 +56,7 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return int(np.prod(self.shape))
 
     @property
@@ -67,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("model", help=f"a folder with config.json, or {', '.join(_NAMES)}")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, help="only so many, for a quick look")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
     options = parser.parse_args()
     settings = Path(options.model) / "config.json"
     if options.model not in _NAMES and not settings.is_file():
@@ -82,12 +83,12 @@ def main() -> None:
 
 
 def make(spec: ModelSpec, folder: Path) -> None:
-    """Write the folder, or keep it if it is complete and of that shape."""
+    """Writes the folder, or keeps it if it is complete and has this shape."""
     config = json.dumps(hf_config(spec), indent=1)
     written = folder / "config.json"
     complete = any((folder / name).exists() for name in (SINGLE_FILE, _INDEX))
     if complete and written.exists() and written.read_text() == config:
-        print(f"{folder} is there already")
+        print(f"{folder} exists already")
         return
     folder.mkdir(parents=True, exist_ok=True)
     written.write_text(config)
@@ -105,7 +106,7 @@ def make(spec: ModelSpec, folder: Path) -> None:
 
 
 def shards(held: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file, in their order."""
+    """Tensors by file, in order."""
     ends = itertools.accumulate(tensor.nbytes for tensor in held.values())
     numbers = [(end - 1) // _SHARD for end in ends]
     count = numbers[-1] + 1
@@ -174,7 +175,7 @@ def _gpt_oss_config(spec: ModelSpec) -> dict[str, object]:
 
 
 def tensors(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """By name, in the order of the files."""
+    """Tensors by name, in the order of the files."""
     yield "model.embed_tokens.weight", Tensor((spec.vocab_size, spec.embed))
     for index, layer in enumerate(spec.layers):
         block = f"model.layers.{index}."
@@ -219,7 +220,8 @@ def _feed_forward(spec: ModelSpec, name: str, width: int) -> Iterator[tuple[str,
 def _gpt_oss_experts(
     spec: ModelSpec, experts: ExpertsSpec, name: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """All experts of a layer in one tensor; 32 numbers have 16 bytes of codes and a scale."""
+    """All experts of a layer in one tensor. Each block of 32 numbers has 16 bytes of codes and a
+    scale."""
     count, width = experts.num_experts, experts.width
     yield name + "router.weight", Tensor((count, spec.embed))
     yield name + "router.bias", Tensor((count,))
@@ -231,7 +233,7 @@ def _gpt_oss_experts(
 
 
 def write(file: Path, held: dict[str, Tensor]) -> None:
-    """Tensor after tensor, so that the memory needed is that of some rows."""
+    """Writes the tensors in small parts, to need little memory."""
     header: dict[str, object] = {}
     end = 0
     for name, tensor in held.items():
@@ -245,7 +247,7 @@ def write(file: Path, held: dict[str, Tensor]) -> None:
         stream.write(struct.pack("<Q", len(text)) + text)
         for name, tensor in held.items():
             pool, left = pools.of(name, tensor), tensor.size
-            while left:  # from another place each time, so that layers differ
+            while left:  # from another offset each time, so that layers differ
                 first = int(pools.rng.integers(0, _POOL))
                 piece = pool[first : first + left]
                 stream.write(piece.data)
@@ -253,7 +255,7 @@ def write(file: Path, held: dict[str, Tensor]) -> None:
 
 
 class _Pools:
-    """Random numbers as tensors of each kind have them."""
+    """Pools of random numbers, distributed as each kind of tensor needs."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -261,8 +263,8 @@ class _Pools:
         self._made: dict[tuple[str, int, float], NDArray[np.uint8] | NDArray[np.uint16]] = {}
 
     def of(self, name: str, tensor: Tensor) -> NDArray[np.uint8] | NDArray[np.uint16]:
-        """Matrices N(0, 1/in), norms about 1, biases about 0, codes of any value, and scales with
-        which they are about as large as matrices of some thousand inputs."""
+        """The pool for a tensor: matrices N(0, 1/in), norms around 1, biases around 0, any codes,
+        and scales that give codes the size of matrices with some thousand inputs."""
         vector = len(tensor.shape) == 1 or name.endswith("bias")
         width = 0 if vector or tensor.kind != "BF16" else tensor.shape[-1]
         mean = 0.0 if name.endswith("bias") else 1.0

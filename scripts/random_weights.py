@@ -1,4 +1,4 @@
-"""Random weights in every format that there are products for, for the scripts that time them."""
+"""Random weights in every format that products support, for the scripts that time them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from jaxserve_kernels import weights
 
 
 def with_zeros(weight: jax.Array) -> weights.Int4Weight:
-    """Codes as they come, with whole zero points that are not all 8."""
+    """int4 codes with integer zero points that are not all 8."""
     packed = weights.quantize_int4(weight)
     zero = jax.random.randint(jax.random.key(1), packed.scale.shape, 6, 11)
     return packed._replace(zero=zero)
 
 
 def in_another_order(weight: jax.Array) -> weights.OrderedInt4Weight:
-    """As GPTQ with activation order leaves them: the product's inputs are gathered first."""
+    """int4 weights like GPTQ's with activation order: products permute their inputs first."""
     packed = weights.quantize_int4(weight)
     order = jax.random.permutation(jax.random.key(2), weight.shape[1]).astype(jnp.int32)
     return weights.OrderedInt4Weight(packed.packed, packed.scale, order)
 
 
 def with_copy(quantize: Callable[[jax.Array], Any], weight: jax.Array) -> weights.CopiedWeight:
-    """As the engine holds 4-bit weights where the card has room."""
+    """A 4-bit weight with an fp8 copy, as in the engine if the card has room."""
     codes = quantize(weight)
     return weights.CopiedWeight(codes, weights.e4m3_copy(codes))
 
@@ -53,11 +53,11 @@ QUANTIZE |= {f"{name}{COPY}": functools.partial(with_copy, QUANTIZE[name]) for n
 LAYER_FORMATS = (
     "int4", "int4-g64", "int4-zeros", "int4-act-order", "fp8", "int8", "nvfp4", "mxfp4"
 )  # fmt: skip
-"""Of whole models: `jaxserve` makes three of them itself and reads the others."""
+"""Formats of whole models. `jaxserve` can quantise to three of them, and reads the others."""
 
 
 def encoder(spec: ModelSpec, layers: str | None, head: HeadFormat | None) -> Encode:
-    """Makes the weights of a model of plain ones; None: they stay as they are."""
+    """The function that encodes a model's plain weights. None as a format: not quantised."""
     if spec.experts and spec.experts.bias and layers == "mxfp4":  # gpt-oss, as it is published
         return Quantization(head=head, experts="mxfp4").encoder(spec)
     encode_head = Quantization(head=head).encoder(spec)

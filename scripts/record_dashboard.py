@@ -1,14 +1,15 @@
-"""Record what the dashboard and the benchmark's report show of a real run on this machine's CPU.
+"""Records the dashboard and the benchmark's report of a real run on this machine's CPU.
 
     python scripts/record_dashboard.py
 
-It serves the embedded model, loads it with `jaxserve bench`, and evaluates every query of
-deploy/grafana-dashboard.json with a Prometheus that scrapes the server. Writes
+The script serves the embedded model, puts load on it with `jaxserve bench`, and evaluates every
+query of deploy/grafana-dashboard.json with a Prometheus that scrapes the server. It writes
 
 - docs/measurements/dashboard_cpu.json: the panels' lines, which `plot_figures.py` draws;
-- docs/figures/bench_report.png: the report as a browser shows it.
+- docs/figures/bench_report.png: a screenshot of the report.
 
-Needs the programs prometheus and chromium. No Grafana: the figure shows its queries, not its looks.
+Needs the programs prometheus and chromium, but not Grafana: the figure shows the results of its
+queries, not its appearance.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PICTURE = ROOT / "docs" / "figures" / "bench_report.png"
 PROMETHEUS_PORT = 9099
 STEP_S = 2
 WINDOW = "20s"
-"""For rates, in place of Grafana's $__rate_interval."""
+"""Interval of rates, in place of Grafana's $__rate_interval."""
 SECONDS = 90
 LOAD = (
     *("--traffic", "study", "--length-scale", "0.1", "--max-token-id", "2048"),
@@ -65,7 +66,7 @@ def main() -> None:
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """A server of the embedded model; its base URL."""
+    """Context manager: serves the embedded model. Yields its base URL."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "jaxserve", "--port", "0"]
     server = subprocess.Popen(
@@ -86,7 +87,7 @@ def serving() -> Iterator[str]:
 
 @contextmanager
 def scraping(url: str, folder: Path, program: str) -> Iterator[None]:
-    """A Prometheus that reads the server's metrics each second."""
+    """Context manager: runs a Prometheus that reads the server's metrics each second."""
     settings = folder / "prometheus.yml"
     target = urllib.parse.urlparse(url).netloc
     settings.write_text(
@@ -144,7 +145,7 @@ def lines(query: str, legend: str, began: float, ended: float) -> list[dict[str,
 
 
 def labelled(legend: str, labels: dict[str, str]) -> str:
-    """A legend such as `{{kind}}` with the series' own labels in it."""
+    """Fills the labels of a series into a legend such as `{{kind}}`."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)
 
 

@@ -1,9 +1,9 @@
-"""Record a start and a chat as a picture: docs/figures/terminal.svg.
+"""Records a server's start and a chat as a picture, docs/figures/terminal.svg.
 
     python scripts/record_terminal.py
 
-A real server on this machine's CPU serves the embedded model; its log and a real answer are drawn.
-Run it twice: the first start compiles.
+A real server serves the embedded model on this machine's CPU. The picture shows its log and a real
+answer. Run the script twice: the first start compiles.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main() -> None:
 
 
 def _show_start(server: subprocess.Popen[str], console: Console) -> str:
-    """Lines up to the one that says that it is ready, and the one with a command; the URL."""
+    """Prints the server's lines up to the one with a command, after it is ready. Returns the
+    URL."""
     assert server.stdout is not None
     url = ""
     for line in server.stdout:

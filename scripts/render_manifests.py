@@ -1,10 +1,11 @@
-"""The plain manifests of deploy/kubernetes, rendered from its Helm chart.
+"""Renders the plain manifests of deploy/kubernetes from its Helm chart.
 
     python scripts/render_manifests.py
 
-`base` is the chart with its own values. Each file of `values` gives a Kustomize component: what it
-adds, and patches of what it changes. A Job goes into `precompile`, since it must be over before the
-base is applied. tests/kubernetes builds all of them and compares with what Helm renders.
+`base` is the chart with its default values. Each file in `values` becomes a Kustomize component:
+the objects that it adds, and patches for those that it changes. A Job goes into `precompile`, since
+it must finish before the base is applied. tests/kubernetes builds all of them, and compares the
+result with Helm's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scripts.kube_tools import find
 KUBERNETES = Path(__file__).parents[1] / "deploy" / "kubernetes"
 HEADER = "# Rendered by scripts/render_manifests.py from the chart. Do not edit.\n"
 LISTS = {"ports": "containerPort", "volumeMounts": "mountPath"}
-"""The key of lists whose elements are not found by their name."""
+"""Keys by which the elements of these lists are merged; other lists are merged by name."""
 
 type Object = dict[str, Any]
 
@@ -32,7 +33,7 @@ def render(*values: Path) -> list[Object]:
     """Returns the objects that Helm renders, in its order.
 
     Raises:
-      FileNotFoundError: there is no Helm; see scripts/kube_tools.py.
+      FileNotFoundError: Helm is not installed; see scripts/kube_tools.py.
       subprocess.CalledProcessError: the chart refuses the values.
     """
     helm = find("helm")
@@ -50,7 +51,7 @@ def identity(each: Object) -> tuple[str, str]:
 
 
 def changes(old: Object, new: Object) -> Object:
-    """Returns the strategic merge patch that makes `new` of `old`, without names."""
+    """Returns the strategic merge patch that turns `old` into `new`, without names."""
     patch = {key: None for key in old if key not in new}
     for key, value in new.items():
         if key not in old:
@@ -101,7 +102,7 @@ def files() -> dict[Path, str]:
         ]
         kustomization = _kustomization("Component")
         for job in jobs:
-            del job["metadata"]["annotations"]  # of Helm
+            del job["metadata"]["annotations"]  # Helm's own
             found[KUBERNETES / "precompile" / "job.yaml"] = dumped([job])
         if added:
             found[folder / "objects.yaml"] = dumped(added)

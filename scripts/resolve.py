@@ -1,9 +1,9 @@
-"""What pip installs for an extra with the versions of constraints.txt, without installing it.
+"""Lists the packages that pip would install for an extra, with the versions of constraints.txt.
 
-    python scripts/resolve.py cuda13            # name==version, a line each
-    python scripts/resolve.py cuda13 --compile  # what compiling for a GPU needs of it, no more
+    python scripts/resolve.py cuda13            # name==version, one per line
+    python scripts/resolve.py cuda13 --compile  # only the packages needed to compile for a GPU
 
-pip needs its index for it. `make compile-test` installs the second list, and
+pip needs access to its index. `make compile-test` installs the second list, and
 tests/aot/test_resolution.py compares the first with constraints.txt.
 """
 
@@ -24,14 +24,15 @@ COMPILING = (
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"),
     *("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"),
 )
-"""Packages of the GPU extra that compiling for a GPU needs, without one: 0.7 GB of 4."""
+"""Packages of the GPU extra that are needed to compile for a GPU without having one: 0.7 of 4
+GB."""
 
 
 def resolve(extra: str, constraints: Path) -> dict[str, str]:
-    """Versions by name of all packages that `pip install .[extra]` would install.
+    """Versions, by name, of all packages that `pip install .[extra]` would install.
 
     Raises:
-      subprocess.CalledProcessError: pip finds none; its message is on standard error.
+      subprocess.CalledProcessError: pip finds no solution. Its message is on standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
@@ -49,16 +50,16 @@ def resolve(extra: str, constraints: Path) -> dict[str, str]:
 
 
 def pins(constraints: Path) -> dict[str, str]:
-    """Versions by name in a file of constraints."""
+    """Versions, by name, in a constraints file."""
     lines = [line for line in constraints.read_text().splitlines() if "==" in line]
     return {canonicalize_name(name): version for name, version in (x.split("==") for x in lines)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("extra", help="of pyproject.toml, e.g. cuda13")
+    parser.add_argument("extra", help="an extra of pyproject.toml, e.g. cuda13")
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
-    parser.add_argument("--compile", action="store_true", help="only what compiling needs")
+    parser.add_argument("--compile", action="store_true", help="only packages needed to compile")
     args = parser.parse_args()
     for name, version in sorted(resolve(args.extra, args.constraints).items()):
         if not args.compile or name in COMPILING:

@@ -1,4 +1,4 @@
-"""Sample, score, update, sample, in one process: the embedded model learns to avoid the letter e.
+"""Samples, scores and updates in a loop in one process: a model learns to avoid the letter e.
 
 python scripts/rollouts.py 20
 """

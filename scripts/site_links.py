@@ -1,7 +1,7 @@
-"""Let links out of docs/ work on the site: mkdocs calls this for each page.
+"""Rewrites links out of docs/ for the site. mkdocs calls this hook for each page.
 
-A page may link to `../SECURITY.md`, as GitHub shows it. The site has no such page: with `repo_url`
-in mkdocs.yml the link goes there, without it the name stays as text.
+A page may link to `../SECURITY.md`, which works on GitHub, but the site has no such page. With
+`repo_url` in mkdocs.yml the link goes to the repository; without it, the name becomes plain text.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ _ROOT = Path(__file__).parents[1]
 
 
 def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
-    """The page with links out of docs/ as the site can show them.
+    """Returns the page with its links out of docs/ rewritten.
 
-    Raises FileNotFoundError for a link to what is not there.
+    Raises:
+      FileNotFoundError: the target of a link does not exist.
     """
 
     def linked(match: re.Match[str]) -> str:

@@ -1,12 +1,12 @@
-"""Thousands of mixed requests with disconnects and malformed bodies; nothing may leak or break.
+"""Soak test: sends thousands of mixed requests, with disconnects and malformed bodies.
 
     python scripts/soak.py --requests 10000
 
-Starts a server with the embedded model (or takes --url and --pid), keeps --concurrency requests
-going over all routes, and gives up a part of them at a random moment. With --without-device the
-server's device is a list of words (scripts/bench_http.py): everything else is real. Fails if an
-answer is a 5xx (429 and 503 aside), if a sequence or page is still held at the end, if the server's
-memory grows after the first fifth of the requests, or if it logged an error.
+Starts a server with the embedded model (or uses --url and --pid), keeps --concurrency requests
+running over all routes, and aborts some of them at a random moment. With --without-device the
+server has a fake device (scripts/bench_http.py); everything else is real. The test fails if a
+response is a 5xx other than 503, if a sequence or page is still held at the end, if the server's
+memory grows after the first fifth of the requests, or if the server logs an error.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-growth", type=float, default=24.0, help="MiB, after the first fifth")
-    parser.add_argument("--without-device", action="store_true", help="words from a list")
-    parser.add_argument("--url", help="of a server that runs already")
-    parser.add_argument("--pid", type=int, help="its process, for its memory")
+    parser.add_argument("--without-device", action="store_true", help="use a fake device")
+    parser.add_argument("--url", help="URL of a running server")
+    parser.add_argument("--pid", type=int, help="process of the server at --url")
     args = parser.parse_args()
     if args.url:
         return asyncio.run(Soak(args, args.url, args.pid).run())
@@ -133,7 +133,7 @@ class Soak:
         self._left = args.requests
 
     async def run(self) -> int:
-        """The exit status."""
+        """Runs the test. Returns the exit status."""
         timeout = aiohttp.ClientTimeout(total=300)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -195,7 +195,9 @@ class Soak:
         if draw.random() < 0.1:
             return path, draw.choice(MALFORMED)
         body = BODIES[path](draw)
-        if not self._args.without_device and draw.random() < 0.1:  # words of a list follow nothing
+        if (
+            not self._args.without_device and draw.random() < 0.1
+        ):  # a fake device follows no grammar
             body["response_format"] = {"type": "json_object"}
         if draw.random() < 0.1:
             body[draw.choice(tuple(body))] = draw.choice((None, -1, "x", [], {}, 10**30, 0.5))
@@ -224,7 +226,7 @@ def _text(draw: random.Random) -> str:
 
 
 def _length(draw: random.Random) -> int:
-    """Mostly short: on a CPU a prompt token takes a millisecond or two."""
+    """A random length, mostly short: on a CPU a prompt token takes a millisecond or two."""
     return draw.choices((1, 5, 20, 300), (40, 40, 17, 3))[0]
 
 

@@ -1,4 +1,4 @@
-"""What `bench_speculation.py` asks of a server over HTTP, and what comes back when."""
+"""HTTP load for `bench_speculation.py`: sends requests, and records when answers arrive."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from speculation_workloads import body
 
 @dataclasses.dataclass
 class Run:
-    """What came back."""
+    """The answers of a load."""
 
     arm: str
-    """Whose turn it is."""
+    """The arm whose turn it is, "on" or "off"."""
     ttft: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"off": [], "on": []})
     gaps: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"off": [], "on": []})
-    """By arm: seconds between two events of a stream; an event may have several tokens."""
+    """By arm: seconds between consecutive events of a stream. An event may have several tokens."""
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Answers, some of them cut off, by the request's number."""
+    """Answers by the request's number. Some are cut off."""
     errors: list[str] = dataclasses.field(default_factory=list)
 
 
 class Asked(NamedTuple):
-    """What is asked, and by how many."""
+    """The parameters of a load's requests."""
 
     workload: str
     clients: int
     prompt_tokens: int
     output_tokens: int
     salt: str
-    """Of the prefix cache."""
+    """Salt of the prefix cache."""
 
     def body(self, seed: str) -> dict[str, Any]:
-        """A request; the same for the same seed, but for its salt."""
+        """A request's body. It depends only on the seed, apart from the salt."""
         found = body(self.workload, seed, self.prompt_tokens, self.output_tokens)
         return {**found, "cache_salt": self.salt}
 
@@ -51,8 +51,8 @@ class Asked(NamedTuple):
 async def closed_loop(
     session: aiohttp.ClientSession, url: str, asked: Asked, seed: str, arm: str
 ) -> AsyncGenerator[Run]:
-    """Clients of which each asks again when it was answered. `arm`: whose turn is first. What has
-    not ended at the end of the block is given up."""
+    """Context manager: runs clients that each send the next request after an answer. `arm` has the
+    first turn. At the end of the block running requests are aborted."""
     run, numbers = Run(arm), itertools.count()
 
     async def client() -> None:
@@ -73,7 +73,7 @@ async def closed_loop(
 async def again(
     session: aiohttp.ClientSession, url: str, asked: Asked, seed: str, numbers: Sequence[int]
 ) -> dict[int, str]:
-    """Asks some of a loop's requests once more, all at once. Returns the answers."""
+    """Sends some of a loop's requests again, all at once. Returns the answers."""
     run = Run("off")
     asks = (ask(session, url, _numbered(asked, seed, each), run, each) for each in numbers)
     await asyncio.gather(*asks)
@@ -81,8 +81,8 @@ async def again(
 
 
 def _numbered(asked: Asked, seed: str, number: int) -> dict[str, Any]:
-    """A loop's request. The first answers have lengths of their own, so that clients do not march
-    in step."""
+    """A loop's request. The first answers have different lengths, so that clients do not run in
+    lockstep."""
     request = asked.body(f"{seed}/{number}")
     if number < asked.clients:
         request["max_tokens"] = 1 + asked.output_tokens * (number + 1) // (asked.clients + 1)
@@ -98,8 +98,8 @@ async def goodput(
     *,
     seed: str,
 ) -> float:
-    """Tokens per second of requests that were answered in time. Those that came in the last part
-    of the run get as much time as the others."""
+    """Tokens per second of requests that were answered in time. Requests in the last part of the
+    run get as much time as the others."""
     rng, tasks, at = random.Random(seed), list[asyncio.Task[Run]](), 0.0
     began = time.perf_counter()
 
@@ -122,7 +122,7 @@ async def goodput(
 
 
 def in_time(run: Run, args: argparse.Namespace) -> bool:
-    """Whether a request's only answer is whole and came in time."""
+    """Whether a request's only answer is complete and came in time."""
     first, gaps = run.ttft[run.arm], run.gaps[run.arm]
     if run.errors or not first:
         return False
@@ -130,7 +130,7 @@ def in_time(run: Run, args: argparse.Namespace) -> bool:
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The server's counters by name and labels."""
+    """The server's counters, by name and labels."""
     async with session.get(f"{url}/metrics") as reply:
         lines = (await reply.text()).splitlines()
     pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -138,7 +138,7 @@ async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]
 
 
 async def settled(session: aiohttp.ClientSession, url: str) -> None:
-    """Wait until what was given up is gone."""
+    """Waits until the server has dropped all aborted requests."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         async with session.get(f"{url}/load") as reply:
@@ -151,7 +151,7 @@ async def settled(session: aiohttp.ClientSession, url: str) -> None:
 async def ask(
     session: aiohttp.ClientSession, url: str, request: dict[str, Any], run: Run, number: int
 ) -> None:
-    """Stream one answer."""
+    """Streams one answer."""
     path = "chat/completions" if "messages" in request else "completions"
     last, first, pieces = time.perf_counter(), True, list[str]()
     try:

@@ -1,4 +1,4 @@
-"""What `bench_speculation.py` measures at a point, and concludes from it."""
+"""Measures and evaluates single points of `bench_speculation.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speculation_server import ARMS, Server
 
 
 class Point(NamedTuple):
-    """What is asked, and by how many."""
+    """A point: its workload and number of clients."""
 
     workload: str
     clients: int
@@ -25,30 +25,30 @@ class Point(NamedTuple):
 
 
 _LEAST, _OFTEN = 8, 4
-"""Pairs of turns at least, and those between two looks at the ratio."""
+"""The least pairs of turns, and the pairs between two tests of the ratio's interval."""
 _AGAIN = 8
-"""Answers of each loop that are asked for once more."""
+"""Answers of each loop that are requested again without drafts."""
 
 
 class Bench(NamedTuple):
-    """What measures."""
+    """Server, session and settings of the measurements."""
 
     server: Server
     session: aiohttp.ClientSession
     args: argparse.Namespace
 
     def loop(self, point: Point, seed: str, arm: str) -> AbstractAsyncContextManager[Run]:
-        """A closed loop; switch the server before."""
+        """A closed loop. Switch the server first."""
         return closed_loop(self.session, self.server.url, self.asked(point), seed, arm)
 
     async def turn(self, run: Run, arm: str, seconds: float) -> None:
-        """Drafts on or off for a while."""
+        """Runs a turn with drafts on or off."""
         await self.server.switch(arm)
         run.arm = arm
         await asyncio.sleep(seconds)
 
     async def goodput(self, arm: str, point: Point, requests: float, seed: str) -> float:
-        """Of requests at random times, with drafts on or off."""
+        """Goodput of requests at random times, with drafts on or off."""
         await self.server.switch(arm)
         asked = self.asked(point)
         return await goodput(self.session, self.server.url, asked, requests, self.args, seed=seed)
@@ -57,12 +57,13 @@ class Bench(NamedTuple):
         return await counters(self.session, self.server.url)
 
     def asked(self, point: Point) -> Asked:
-        """Nobody finds another's prompts in the prefix cache."""
+        """The load of a point. Each load has its own salt, so it never hits another's prefixes."""
         return Asked(*point, self.args.output_tokens, str(time.monotonic()))
 
 
 async def compare(bench: Bench, point: Point, precision: float) -> dict[str, Any]:
-    """One point: turns in one running loop, on and off, each first equally often."""
+    """Measures one point: turns in one running loop, with drafts on and off, each first equally
+    often."""
     args, seed = bench.args, f"{point.workload}/{point.clients}"
     await bench.server.switch("on")
     async with bench.loop(point, seed, "on") as run:
@@ -99,7 +100,7 @@ async def compare(bench: Bench, point: Point, precision: float) -> dict[str, Any
 
 
 async def _compared(bench: Bench, point: Point, seed: str, run: Run) -> dict[str, Any]:
-    """The last answers of a loop beside those without drafts, as far as both came."""
+    """Compares the last answers of a loop with those without drafts, up to the shorter length."""
     await bench.server.switch("off")
     whole = [number for number, text in sorted(run.texts.items()) if text]
     chosen = whole[-point.clients - _AGAIN :][:_AGAIN]
@@ -111,9 +112,11 @@ async def _compared(bench: Bench, point: Point, seed: str, run: Run) -> dict[str
 
 
 def pairs_of(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """The speeds of neighbouring turns, off and on: expected seconds per second. Where any step
-    verified, the arms' steps are not the same, so there it is tokens per second, which also depends
-    on how many prompts fall into a turn."""
+    """The speeds of neighbouring turns, (off, on).
+
+    If no step verified, the speed is expected seconds per second. Otherwise the arms run different
+    steps, and it is tokens per second, which also depends on the number of prompts in a turn.
+    """
     drafted = any(each["verify_steps"] for each in turns)
     found: list[tuple[float, float]] = []
     for two in batched(turns, 2):
@@ -125,7 +128,8 @@ def pairs_of(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 async def overloaded(bench: Bench, point: Point, args: argparse.Namespace) -> dict[str, Any]:
-    """Goodput on and off in turns, with the same requests at the same times in each pair."""
+    """Goodput with drafts on and off in turns, with the same requests at the same times in a
+    pair."""
     await bench.server.switch("off")
     async with bench.loop(point, "capacity", "off") as run:
         await bench.turn(run, "off", args.settle)
@@ -173,7 +177,7 @@ def _of_arm(arm: str, turns: list[dict[str, Any]], run: Run) -> dict[str, Any]:
 
 
 def summary(found: dict[str, float]) -> dict[str, Any]:
-    """What the server counted in a loop."""
+    """Summarises the server's counters over a loop."""
 
     def total(name: str, label: str = "") -> float:
         return sum(

@@ -1,4 +1,4 @@
-"""The server that `bench_speculation.py` asks, and switches."""
+"""Starts, switches and stops the server of `bench_speculation.py`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 ARMS = {"off": signal.SIGUSR1, "on": signal.SIGUSR2}
-"""And what switches the server to each."""
+"""Arms, and the signals that switch the server to them."""
 
 
 class Server:
-    """One that serves, and can be switched."""
+    """A running server whose drafts can be switched on and off."""
 
     def __init__(self, process: subprocess.Popen[str], log: Any):
         self._process, self._log = process, log
         self.url = ""
 
     def wait_ready(self, deadline: float) -> None:
-        """RuntimeError: it is not ready in time."""
+        """Waits until the server is ready. Raises RuntimeError if it is not ready in time."""
         while time.monotonic() < deadline and self._process.poll() is None:
             text = self._text()
             if found := re.search(r"is ready: \S+ at (http\S+)/v1", text):
@@ -41,17 +41,17 @@ class Server:
         raise RuntimeError(f"the server did not become ready:\n{self._text()[-4000:]}")
 
     async def switch(self, arm: str) -> None:
-        """Begin a turn, off or on, and wait until the server has understood."""
+        """Begins a turn, off or on, and waits until the server confirms."""
         told = self._text().count("drafts are to be ")
         self._process.send_signal(ARMS[arm])
         for _ in range(500):
             if self._text().count("drafts are to be ") > told:
                 return
             await asyncio.sleep(0.01)
-        raise RuntimeError(f"the server is not to be switched:\n{self._text()[-4000:]}")
+        raise RuntimeError(f"the server does not switch:\n{self._text()[-4000:]}")
 
     def turns(self) -> list[dict[str, Any]]:
-        """All turns that have ended, see `switched_server.py`."""
+        """All turns that have ended: see `switched_server.py`."""
         return [json.loads(found) for found in re.findall(r"^turn (.*)$", self._text(), re.M)]
 
     def _text(self) -> str:
@@ -63,7 +63,8 @@ class Server:
 def served(
     model: str, flags: list[str], step_times: Path, args: argparse.Namespace
 ) -> Generator[Server]:
-    """A server that is ready, and has written its step times; it ends with the block."""
+    """Context manager: starts a server, and yields it when it is ready and has written its step
+    times. Stops it at the end."""
     command = [sys.executable, str(ROOT / "scripts" / "switched_server.py"), "--model", model]
     command += ["--port", "0", "--gpu-memory-utilization", str(args.memory), *flags]
     command += ["--speculative-config", '{"method": "ngram"}', "--served-model-name", "served"]
@@ -88,7 +89,7 @@ def served(
 
 
 def environment() -> dict[str, str]:
-    """Of processes that run this tree."""
+    """The environment of child processes that run this source tree."""
     paths = [str(ROOT / part) for part in ("", "kernels", "checkpoints", "scripts")]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

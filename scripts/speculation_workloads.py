@@ -1,4 +1,4 @@
-"""The requests of `bench_speculation.py`: made for a model whose output is known, or of text."""
+"""The requests of `bench_speculation.py`: synthetic ones for a model with known output, or text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from chain_weights import successors
 
 ROOT = Path(__file__).parents[1]
 EDIT_EVERY, PIECE, PASSAGE = 24, 6, 32
-"""Tokens, of `made-edit`, `made-misleading` and `made-quotes`."""
+"""Tokens: one in EDIT_EVERY is changed in `made-edit`, pieces of `made-misleading` have PIECE,
+passages of `made-quotes` have PASSAGE."""
 
 
 MADE = ("made-edit", "made-quotes", "made-fresh", "made-misleading")
@@ -20,7 +21,7 @@ FOLLOWING = successors()
 
 
 def made(name: str, rng: random.Random, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """A prompt whose answer is known: each token's successor after the other."""
+    """A request whose answer is known: each token is followed by its successor."""
     token = rng.randrange(len(FOLLOWING))
     prompt = [token]
     answer = [token := FOLLOWING[token] for _ in range(output_tokens)]
@@ -82,7 +83,7 @@ TEXTS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 def body(name: str, seed: str, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """A request of a workload; the same for the same seed."""
+    """A request of a workload, determined by the seed."""
     rng = random.Random(seed)
     text = name in TEXTS
     return {

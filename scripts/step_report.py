@@ -1,4 +1,4 @@
-"""What `bench_step.py` finds: times of a bucket, their table, the comparison with earlier ones."""
+"""Reports the results of `bench_step.py`: a table of times, and a comparison with earlier ones."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from rich.console import Console
 from rich.table import Table
 
 _DISTURBED = 1.1
-"""On a quiet host a mean is within 2 % of its median."""
+"""Ratio of mean to median above which a result counts as disturbed. On a quiet host the mean is
+within 2 % of the median."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One bucket at one context length; times in milliseconds."""
+    """One bucket at one context length. Times are in milliseconds."""
 
     batch: int
     context: int
     step_ms: float
-    """Median of the times between results: a stall of the host, which other work on the machine
-    causes, is not the step's."""
+    """Median of the times between results. It excludes stalls of the host that other processes
+    cause."""
     mean_ms: float
-    """Of all timed steps, stalls included."""
+    """Mean of all timed steps, including stalls."""
     host_ms: float
     floor_ms: float
     kernels: int
     temp_mb: float
     experts: float | None = None
-    """Of a layer, that some row had; None: the model has none."""
+    """Mean number of experts per layer that any row used; None: the model has no experts."""
 
     @property
     def ratio(self) -> float:
@@ -36,7 +37,7 @@ class Timing:
 
 
 def assert_never_slower(result: dict[str, Any], earlier: dict[str, Any], limit: float) -> None:
-    """SystemExit: some step takes more than `limit` times what it took before."""
+    """Raises SystemExit if a step takes more than `limit` times its earlier time."""
     before = {(t["batch"], t["context"]): t["step_ms"] for t in earlier["timings"]}
     slower = [
         f"batch {t['batch']}, context {t['context']}: {t['step_ms']:.3f} ms, was {known:.3f}"

@@ -1,12 +1,12 @@
-"""Compile every kernel that steps call, for every kind of GPU: which formats does each support?
+"""Finds the formats that each kind of GPU supports, by compiling every kernel that steps call.
 
     .venv-compiler/bin/python scripts/support_matrix.py --out docs/measurements/support.json
 
-Needs no GPU: Triton with jax-triton, and CUDA's ptxas. Steps of Qwen3-0.6B, 4B and 8B are traced at
-the buckets that change the choice of kernels, with every format of weights and of KV caches. Their
-kernels are compiled to machine code and held to the shared memory of the GPU. Of kernels that
-differ only in sizes (rows, depth, strides: bounds of loops), one is compiled, `--sizes` compiles
-all. Capabilities that are not asked for stay in the file as they are.
+Needs no GPU, but Triton with jax-triton, and CUDA's ptxas. Traces steps of Qwen3-0.6B, 4B and 8B,
+at the buckets that change the choice of kernels, with every format of weights and of KV caches.
+Compiles their kernels to machine code, and checks that they fit the GPU's shared memory. Of kernels
+that differ only in sizes that bound loops (rows, depth, strides), it compiles one; with `--sizes`
+all. Entries of other capabilities stay in the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # no client of a GPU is ever made
+os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU client is created
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 import jax
@@ -57,12 +57,13 @@ SIZES = frozenset(
      "chunks", "steps", "tiles", "width", "pages", "programs", "whole", "SPLITS", "STEPS", "TILES",
      "MIN_BLOCKS", "embed", "parts", "layers", "q_heads", "BLOCK")
 )  # fmt: skip
-"""Constants of kernels that bound loops or say how many there are: the largest is compiled."""
+"""Kernel constants that are sizes or counts. Of kernels that differ in these only, the one with the
+largest is compiled."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is traced."""
+    """A step to trace."""
 
     model: str
     weights: str
@@ -102,7 +103,7 @@ def parse_args() -> argparse.Namespace:
         return [int(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a JSON file; not given: to stdout")
+    parser.add_argument("--out", type=Path, help="a JSON file; default: stdout")
     parser.add_argument("--capabilities", type=numbers, default=list(CAPABILITIES))
     parser.add_argument("--models", type=names, default=list(MODELS))
     parser.add_argument("--weights", type=names, default=list(WEIGHTS))
@@ -127,12 +128,12 @@ def description(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(capability: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Of a compute capability: the kernels of each format, and those that do not compile."""
+    """For a compute capability: the kernels of each format, and those that do not compile."""
     began = time.process_time()
     variants: dict[Any, Any] = {}
     used: dict[str, dict[str, set[Any]]] = {"weights": {}, "kv": {}}
     for step in steps(args):
-        # A step has other kernels, too: a format works where all of them do.
+        # A step has other kernels, too: a format works only if all of them do.
         kind, name = ("kv", step.kv) if step.kv != "bf16" else ("weights", step.weights)
         for equation in launches(capability, step):
             key, size = variant(equation, sizes=args.sizes)
@@ -158,7 +159,7 @@ def report(capability: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def trace(capability: int, args: argparse.Namespace) -> None:
-    """Print every launch of every step: what a change to grids or choices changes."""
+    """Prints every launch of every step, to show the effect of changes to grids or choices."""
     for step in steps(args):
         for equation in launches(capability, step):
             print(
@@ -167,8 +168,8 @@ def trace(capability: int, args: argparse.Namespace) -> None:
 
 
 def steps(args: argparse.Namespace) -> Iterator[Step]:
-    """Every format of weights beside plain keys and values, and every KV format beside plain
-    weights: their kernels do not meet."""
+    """Every weight format with plain keys and values, and every KV format with plain weights. Other
+    combinations have the same kernels."""
     pairs = [(weights, "bf16") for weights in args.weights]
     pairs += [("bf16", kv) for kv in args.kv if kv != "bf16"]
     for model in args.models:
@@ -195,7 +196,7 @@ def launches(capability: int, step: Step) -> list[Any]:
 
 
 def spec_of(step: Step) -> ModelSpec:
-    """Its model, with two layers: the last one differs from the others."""
+    """The step's model, with two layers: the last layer differs from the others."""
     spec = NAMED_MODELS[step.model]
     return dataclasses.replace(spec, layers=spec.layers[:2])
 
@@ -259,7 +260,7 @@ def launch(equation: Any) -> list[Any]:
 
 
 def variant(equation: Any, *, sizes: bool) -> tuple[Any, tuple[int, ...]]:
-    """What machine code depends on, without sizes if `sizes` is false; and the sizes."""
+    """A key of the machine code, which includes sizes only if `sizes` is true; and the sizes."""
     params = equation.params
     given = sorted(params["metaparams"].items())
     constants = tuple(
@@ -272,17 +273,17 @@ def variant(equation: Any, *, sizes: bool) -> tuple[Any, tuple[int, ...]]:
 
 
 def is_size(name: str, value: Any) -> bool:
-    """Whether a constant only bounds loops; a group of a whole row is such a size."""
+    """Whether a constant is a size that only bounds loops, like a group that is a whole row."""
     return name in SIZES or (name == "GROUP" and value > 128)
 
 
 def failure(equation: Any) -> str | None:
-    """Why a kernel does not become machine code that the GPU could run, in a line."""
+    """Why a kernel does not compile or does not fit the GPU, in one line; None if it does."""
     from jaxserve_kernels.pdl.describe import describe
 
     try:
         describe(equation)
-    except Exception as error:  # whatever a compiler says
+    except Exception as error:  # a compiler may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return None
 

@@ -1,9 +1,10 @@
-"""Write the table of supported GPUs into the documentation, from what `support_matrix.py` found.
+"""Writes the tables of supported GPUs into the documentation, from the output of
+`support_matrix.py`.
 
     python scripts/support_table.py
 
-It stands between two comments: a line per GPU in README.md, a line per format in docs/models.md.
-A test compares both.
+The tables are between two comments: a row per GPU in README.md, a row per format in docs/models.md.
+A test compares both with this script's output.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ GENERATIONS = {
     "12.0": "RTX 50, RTX PRO 6000",
 }
 MEASURED = {"9.0"}
-"""Compute capabilities of which cards were used for tests and measurements."""
+"""Compute capabilities of the cards that were used for tests and measurements."""
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: a row for formats of which the same is known, a column per generation of GPUs."""
+    """A Markdown table with a row for formats with the same support, and a column per generation of
+    GPUs."""
     cards = {capability: found["cards"].get(capability, {}) for capability in GENERATIONS}
     formats = [
         (kind, name)
@@ -47,7 +49,8 @@ def table(found: dict[str, Any]) -> str:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """Markdown: a row for each generation of GPUs, and what is known of all formats together."""
+    """A Markdown table with a row for each generation of GPUs, and the support of all formats
+    together."""
     lines = ["| GPU | compute capability | kernels |", "|---|---|---|"]
     for capability, cards in GENERATIONS.items():
         card = found["cards"].get(capability, {})
@@ -65,7 +68,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def cell(capability: str, entry: dict[str, Any] | None) -> str:
-    """What is known of a format on a GPU."""
+    """The support of a format on a GPU, in words."""
     if entry is not None and entry["failed"]:
         return f"falls back ({len(entry['failed'])} of {entry['kernels']} kernels)"
     if capability in MEASURED:

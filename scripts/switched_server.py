@@ -1,18 +1,18 @@
-"""A server that stops verifying drafts on a signal, and goes on with another; for measurements.
+"""A server for measurements that stops verifying drafts on one signal, and resumes on another.
 
     python scripts/switched_server.py --model FOLDER --speculative-config '{"method": "ngram"}'
 
-SIGUSR1: drafts are off, and once those in flight have come back the scheduler plans what a server
-without drafts plans. SIGUSR2: they are on. Send them at any time; a line on standard output says
-that it was understood. Each begins a turn, also if nothing changes. When a turn ends, another line
-says what its steps yielded from `SETTLED` seconds after its beginning on, from the end of one step
-to that of another:
+SIGUSR1 turns drafts off: when drafts in flight have returned, the scheduler plans the same steps as
+a server without drafts. SIGUSR2 turns them on. Signals may be sent at any time; a line on standard
+output confirms them. Each signal begins a turn, even if nothing changes. When a turn ends, another
+line summarises its steps, from the first step that ends at least `SETTLED` seconds after its
+beginning to the last one:
 
     turn {"arm": "on", "seconds": 0.29, "expected_s": 0.27, "tokens": 3700, "steps": 81,
      "verify_steps": 0}
 
-`expected_s` is what such steps should take by the times measured at the start, of those that do not
-verify.
+`expected_s` is the expected duration of the turn's steps that do not verify, from the step times
+measured at the start.
 
 Weights of `--load-format dummy` are those of `chain_weights.py`. Step times go to the file that the
 variable STEP_TIMES names, as `jaxserve.step_times` reads it.
@@ -42,7 +42,7 @@ SETTLED = 0.1
 
 
 class _Turn:
-    """What the steps of a turn yield."""
+    """Counts the steps and tokens of a turn."""
 
     def __init__(self, number: int, *, on: bool):
         self.number, self.on = number, on
@@ -52,7 +52,7 @@ class _Turn:
         self._tokens = self._steps = self._verify_steps = 0
 
     def step_ended(self, plan: StepPlan, tokens: int, times: StepTimes | None) -> None:
-        """Count a step."""
+        """Counts a step."""
         now = time.perf_counter()
         if self._first:
             self._last = now
@@ -65,7 +65,7 @@ class _Turn:
             self._first = now
 
     def end(self) -> None:
-        """Write the line, if any step was counted."""
+        """Writes the line, if any step was counted."""
         if self._steps:
             found = {
                 "arm": "on" if self.on else "off",
@@ -79,7 +79,7 @@ class _Turn:
 
 
 _asked = [0, True]
-"""The number of signals that came, and whether drafts are to be on."""
+"""The number of signals so far, and whether drafts should be on."""
 
 
 class Switched(jaxserve.scheduler.Scheduler):
@@ -119,7 +119,8 @@ def _switch(number: int, _: object) -> None:
 
 
 def _prepare(gpu_memory_utilization: float, prepare: Any = serve.prepare) -> None:
-    """Changes random weights; not before what jax reads when it is imported is set."""
+    """Replaces random weights by `chained` ones. Called only after the variables that jax reads at
+    import are set."""
     prepare(gpu_memory_utilization)
     from chain_weights import chained
 

@@ -1,4 +1,4 @@
-"""How many experts the rows of a step have together: steps run with a router that counts."""
+"""Counts the experts that any row of a step uses, by running steps with a counting router."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from jaxserve_kernels.experts import Routing, route, routed_experts
 def touched_experts(
     config: RunnerConfig, params: decoder.Params, runs: Iterable[list[StepPlan]], warm: int
 ) -> list[float]:
-    """Of each run of steps, the experts of a layer that some row has: the mean over layers, and
-    over all steps but the first `warm`. Compiles programs of its own and allocates another KV
-    cache; rows are never padded."""
+    """For each run of steps, the number of experts per layer that any row uses: the mean over
+    layers, and over all steps but the first `warm`.
+
+    Compiles its own programs, and allocates another KV cache. Rows are never padded.
+    """
     counts: list[int] = []
     with mock.patch.object(layer, "routed_experts", counting(counts)):
         runner = Runner(config, params, Metrics("touched"))
@@ -42,7 +44,8 @@ def touched_experts(
 
 
 def counting(counts: list[int]) -> Callable[..., jax.Array]:
-    """`routed_experts`, which as it runs appends how many experts its tokens have together."""
+    """`routed_experts` that also appends, at run time, the number of experts that its tokens
+    use."""
 
     def counted(
         x: jax.Array, scores: jax.Array, routing: Routing, *args: Any, bias: Any, **options: Any

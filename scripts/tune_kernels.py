@@ -1,15 +1,15 @@
-"""Find launch parameters of the decode step's kernels on this card, and write them for it.
+"""Tunes the launch parameters of the decode step's kernels on this card.
 
     python scripts/tune_kernels.py --model qwen3-4b --batch 1,8,16 --seconds 600
 
-Each candidate is timed inside the step that it will run in: what a kernel leaves in the caches,
-and how it overlaps with its neighbours, counts. One operation is changed at a time; the best
-candidate stays while the next operation is tried. With --write the results go into the card's
-tables, with this call as their source.
+Each candidate is timed inside a whole step, because cache contents and the overlap with
+neighbouring kernels matter. One operation is changed at a time; its best candidate stays while the
+next operation is tuned. With --write the results are stored in the card's tables, with this command
+as their source.
 
     python scripts/tune_kernels.py --dry-run --gpu l40s
 
-says what would be tried on a card that need not be here.
+prints the candidates for a card, which need not be present.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Bench:
         return step.compile()
 
     def time(self, program: Any, steps: int = 100, rounds: int = 5) -> float:
-        """Microseconds per step: the least of some rounds."""
+        """Microseconds per step, in the fastest of several rounds."""
         for _ in range(3):  # by the third call the graph is recorded
             self.state = program(self.params, self.state, self.packed)
         jax.block_until_ready(self.state.results)
@@ -163,9 +163,7 @@ def main() -> None:
         dry_run(keys, args.batch, device)
         return
     if args.gpu:
-        raise SystemExit(
-            "--gpu names a card for --dry-run: kernels are timed on the one that is here"
-        )
+        raise SystemExit("--gpu needs --dry-run: kernels are timed on the card of this machine")
     day, call = time.strftime("%Y-%m-%d"), " ".join(sys.argv[1:])
     source = f"scripts/tune_kernels.py {call}, jax {jax.__version__}, {day}"
     found: dict[str, list[dict[str, Any]]] = {}
@@ -185,7 +183,7 @@ def main() -> None:
 
 
 def dry_run(keys: Mapping[str, Key], batches: list[int], device: Device) -> None:
-    """Print what would be tried on a card."""
+    """Prints the candidates for a card."""
     print(f"{device.name}: {device.multiprocessors} multiprocessors")
     for tokens in batches:
         for name, key in keys.items():
@@ -207,12 +205,12 @@ def parse_args() -> argparse.Namespace:
     add("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b", help="default: qwen3-4b")
     add("--batch", type=sizes, default=[1, 16], help="sequences of a step; default: 1,16")
     add("--context", type=int, default=1024, help="tokens of each sequence; default: 1024")
-    add("--layers", type=int, default=6, help="of the model: enough that weights are not cached; 6")
+    add("--layers", type=int, default=6, help="enough to exceed the L2 cache; default: 6")
     add("--operations", type=names, help="only these; default: all that a decode step has")
     add("--seconds", type=float, default=600, help="time for everything; default: 600")
     add("--write", action="store_true", help="write the card's tables, not only print")
     add("--dry-run", action="store_true", help="print the candidates; needs no GPU with --gpu")
-    add("--gpu", choices=sorted(GPUS), help="the card of --dry-run; default: the one that is here")
+    add("--gpu", choices=sorted(GPUS), help="the card of --dry-run; default: this machine's")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What `tune_kernels.py` tries on a card, and how it keeps what it finds."""
+"""The candidates of `tune_kernels.py`, and how it stores results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pretended(gpu: str) -> Device:
 
 
 def operations(spec: ModelSpec) -> dict[str, Key]:
-    """What is tuned, in the order of the bytes that it reads."""
+    """The operations to tune, in the order of the bytes that they read."""
     qkv, ffn = spec.q_size + 2 * spec.kv_size, spec.ffn
     feed_forward: dict[str, Key] = {
         "gate_up": ("dense_matmul", ("gated", 2 * ffn, spec.embed)),
@@ -59,10 +59,10 @@ def candidates(key: Key, tokens: int, device: Device) -> list[dict[str, int]]:
 
 
 def _products(shape: Shape, tokens: int, device: Device) -> Iterator[dict[str, int]]:
-    """Tilings that fill the card, with enough bytes under way and not too much shared memory.
+    """Tilings that fill the card, with enough bytes in flight and not too much shared memory.
 
-    Shares of shared memory were chosen on an H200: a sixth of a multiprocessor's for a program,
-    three sevenths for all of them.
+    The shares of a multiprocessor's shared memory were chosen on an H200: a sixth for one program,
+    three sevenths for all programs.
     """
     kind, out, depth = shape
     assert isinstance(out, int)
@@ -72,7 +72,7 @@ def _products(shape: Shape, tokens: int, device: Device) -> Iterator[dict[str, i
     streaming = device.compute_capability // 10 == 9
     tiles, rings = ((64, 128), (3,)) if streaming else ((16, 32, 64, 128), (3, 4, 6))
     few_steps = (64, 128, 256) if streaming else (128, 256)
-    steps = (64, 128) if tokens > 32 else few_steps  # inputs of many tokens fill the memory, too
+    steps = (64, 128) if tokens > 32 else few_steps  # inputs of many tokens take memory, too
     least = 0.2 if tokens > 32 else 0.6  # their partial sums cost more than programs gain
     for rows, step, stages in itertools.product(tiles, steps, rings):
         size = (rows + columns) * step * 2 * stages
@@ -98,7 +98,7 @@ def _products(shape: Shape, tokens: int, device: Device) -> Iterator[dict[str, i
 
 
 def _attentions(tokens: int, kv_heads: int, device: Device) -> Iterator[dict[str, int]]:
-    """Half a program for each multiprocessor to four of them."""
+    """Splits that give from half a program to four programs per multiprocessor."""
     for splits, warps, stages in itertools.product((1, 2, 4, 8, 16, 32), (2, 4), (2, 3)):
         programs = tokens * kv_heads * splits
         if device.multiprocessors // 2 <= programs <= 4 * device.multiprocessors:
@@ -106,12 +106,14 @@ def _attentions(tokens: int, kv_heads: int, device: Device) -> Iterator[dict[str
 
 
 def write(operation: str, entries: list[dict[str, Any]], device: Device, folder: Path) -> Path:
-    """Replace the entries of these shapes and numbers of tokens in a card's table. A card that has
-    none gets one without limits: those stay the nearest card's. Returns the file.
+    """Replaces the entries of these shapes and numbers of tokens in a card's table. Returns the
+    file.
+
+    A card without a table gets one without limits; it still uses the nearest card's limits.
 
     Args:
       entries: each with `shape`, `tokens`, `parameters` and `source`.
-      folder: of the tables.
+      folder: the folder of the tables.
     """
     file = folder / operation / tables.file_name(device.name)
     table: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Of which commit a result is."""
+"""Finds the commit that a result belongs to."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def commit() -> str:
-    """From git, with -dirty where the tree differs, or from COMMIT in the environment, where the
-    tree is a copy."""
+    """The commit according to git, with -dirty if the tree has changes; or the environment variable
+    COMMIT, if the tree is a copy without git."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         found = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)

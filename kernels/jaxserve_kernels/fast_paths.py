@@ -14,7 +14,7 @@ class FastPath(NamedTuple):
     feature: str
     """triton_kernels, hopper_kernels, kernel_chains or machine_code_records."""
     why_off: str | None
-    """None: it is on."""
+    """Why the path is off; None if it is on."""
     by_design: bool = False
     """Whether it is off on every GPU of this compute capability: not a defect of the
     installation."""

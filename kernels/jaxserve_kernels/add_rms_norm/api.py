@@ -37,7 +37,7 @@ def _configure(
     x: Array, update: Array | None, weight: Array, bias: Array | None, *, target: Target, **_: Any
 ) -> Any:
     if update is None:  # XLA fuses the norm alone into one kernel that reads each token once
-        return Refusal("there is nothing to add")
+        return Refusal("no residual update to add")
     return on_kernels(target=target)
 
 

@@ -115,7 +115,7 @@ def _adds(total: Array, x: Array, weight: Array, *, target: Target) -> Refusal |
     if x.shape[0] < least:
         return Refusal(f"fewer than {least} tokens")
     kernel = _LINEAR.choose(x, weight, dtype=jnp.dtype(x.dtype), target=target).implementation
-    return Refusal("there is a kernel for few tokens") if kernel.kernels else None
+    return Refusal("a kernel for few tokens applies") if kernel.kernels else None
 
 
 def _add(_: None, total: Array, x: Array, weight: Array, *, target: Target) -> tuple[Array, None]:

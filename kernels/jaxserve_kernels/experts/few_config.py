@@ -21,9 +21,9 @@ def scoring_refuses(
     """Why one kernel cannot compute the norm of x [tokens, embed] and the router's product; None if
     it can."""
     if update is None:
-        return Refusal("there is nothing to add")
+        return Refusal("no residual update to add")
     return _unlike_a_decode_step(x, target) or (
-        None if router.dtype == x.dtype else Refusal("a router of another dtype")
+        None if router.dtype == x.dtype else Refusal("the router has another dtype than the tokens")
     )
 
 

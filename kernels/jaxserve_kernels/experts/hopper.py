@@ -366,5 +366,5 @@ def _product(
 
 
 def _layout(words: int) -> Any:
-    """Of rows of so many words of 16 bits."""
+    """Shared memory layout of rows of `words` 16-bit words."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)

@@ -61,7 +61,7 @@ def _configure(*_: Any, config: RuleConfig, target: Target, **__: Any) -> Any:
         return NO_KERNELS
     from jaxserve_kernels.gated_delta_rule import triton  # needs Triton: only for GPUs
 
-    return None if triton.fits(config) else Refusal("heads are not powers of 2 from 16 on")
+    return None if triton.fits(config) else Refusal("head sizes are not powers of 2, or below 16")
 
 
 def _op(name: str, function: str) -> Op:

@@ -117,7 +117,7 @@ def for_hopper(
     if not target.runs_hopper_kernels():
         return NOT_HOPPER
     if tile_size == 1:
-        return Refusal("single tokens")
+        return Refusal("tiles are single tokens")
     if tile_size > tile_tokens(q.shape[1] // kv_heads):
         return Refusal("tiles are too large")
     if not q.dtype == kv.dtype == jnp.bfloat16:

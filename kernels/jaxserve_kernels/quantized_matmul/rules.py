@@ -50,9 +50,9 @@ def choose(
 def configure(call: Call | None, rule: Callable[[Call], Config | Refusal]) -> Config | Refusal:
     """Applies a rule to a product. call is None if no kernel supports the weight."""
     if call is None:
-        return Refusal("no kernel knows groups or inputs of this number")
+        return Refusal("no kernel supports the group size or number of inputs")
     if call.operand.kind == Kind.OTHER and rule is not _unpacked:
-        return Refusal("it does not know the format")
+        return Refusal("the format is not supported")
     config = rule(call)
     if isinstance(config, Refusal) or config.method == "large_n":  # accepts a partial last tile
         return config

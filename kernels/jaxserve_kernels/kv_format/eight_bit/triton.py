@@ -66,7 +66,7 @@ def streams(
 ) -> Config | Refusal:  # fmt: skip
     """The launch parameters of `stream`, or why it does not accept the arguments."""
     if tile_size > 1:
-        return Refusal("chunks of prompts")
+        return Refusal("the step has prompt chunks")
     if not numbers(dtype, kv, target=target)["FAST"]:
         return Refusal("the GPU has no instructions that convert these bytes")
     if not triton_warps.fits(qkv, kv.words, dtype):

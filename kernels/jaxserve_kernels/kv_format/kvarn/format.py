@@ -105,7 +105,7 @@ def _kernels(
         return NO_KERNELS
     assert window is None, "the start refuses windows with KVarN on a GPU"
     if heads.sinks is not None:
-        return Refusal("attention sinks")
+        return Refusal("attention sinks are not supported")
     ends = _ends(kv, step, tile_size, target=target)
     return None if ends else Refusal("the kernels that encode do not compile")
 
@@ -117,7 +117,7 @@ def _streams(
     if refused := _kernels(qkv, kv, heads, tables, step, tile_size=tile_size, target=target):
         return refused
     if tile_size > 1:
-        return Refusal("chunks of prompts")
+        return Refusal("the step has prompt chunks")
     from jaxserve_kernels.kv_format.kvarn import triton_streaming  # needs Triton: only for GPUs
 
     if not triton_streaming.fits(qkv, kv, dtype):
