@@ -61,6 +61,7 @@ def encoded(head: Path) -> Iterator[tuple[Server, Server]]:
         yield plain, drafting
 
 
+@pytest.mark.slow  # it compiles two servers; `test_eagle3_steps` asks the same of runners
 @pytest.mark.parametrize("name", ["greedy", "seeded"])
 async def test_answers_are_those_without_a_head_where_pages_are_encoded(
     encoded: tuple[Server, Server], name: str
