@@ -9,4 +9,4 @@ FAST_COMPILES = (
 )
 """Compiling is most of what the tests do, so XLA's CPU code is left as it comes, and made by the
 emitters that need no MLIR: a tiny model's runner takes 4.2 s of processor time in place of 9.4. A
-program is compiled whole: in parts, which other cores could take, it is a quarter more work."""
+program is compiled whole: in parts, which other cores could take, it is about a tenth more work."""
