@@ -36,8 +36,11 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test $(KUBE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	@echo "basedpyright runs beside the first tests; what it says comes last"
+	@types="$$(mktemp)"; $(BIN)/basedpyright >"$$types" 2>&1 & checker=$$!; \
+	trap 'kill $$checker 2>/dev/null || true; rm -f "$$types"' EXIT; failed=0; \
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || failed=1; \
+	wait $$checker || failed=1; echo "basedpyright:"; cat "$$types"; exit $$failed
 
 compile-test: $(COMPILER)/.ready
 	$(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal tests/aot tests/emulated

@@ -32,7 +32,7 @@ from jaxserve.scheduler import Scheduler
 from tests.runner.driver import Placed, generate, tokens_of
 from tests.tiny_model import COMPILES, SPEC, make_config, make_params, make_runner, tiny_spec
 
-CONFIG = make_config(max_num_seqs=4, max_model_len=64, num_pages=65)
+CONFIG = make_config(max_num_seqs=4, max_model_len=64, num_pages=65, decode=(4,), prefill=(32,))
 PROMPTS = [tuple((7 * i + j) % SPEC.vocab_size for j in range(5 + 3 * i)) for i in range(6)]
 TOKENS = 10
 

@@ -25,11 +25,8 @@ FORMATS: tuple[KVFormat, ...] = (
     *(named(name) for name in ("auto", "bf16", "int8", "fp8_e4m3")),
     *(KVarN(value_bits=bits, group=4) for bits in (2, 4)),
 )
-OFTEN = {
-    ("biased", "auto"),
-    ("plain", "fp8_e4m3"),
-    ("experts", "auto"),
-}
+OFTEN = {("plain", "fp8_e4m3"), ("experts", "auto")}
+"""The others are slow tests. Biases: tests/test_library.py serves a model that has them."""
 
 
 @pytest.mark.parametrize(
