@@ -28,7 +28,7 @@ CUDA := $(shell command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=drive
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:  # an environment without pip is none
-.PHONY: serve test compile-test docs docs-serve slow clean
+.PHONY: serve test types fast-tests compile-test docs docs-serve slow clean
 
 serve: $(VENV)/.serve
 	$(BIN)/python -m jaxserve $(ARGS)
@@ -36,11 +36,14 @@ serve: $(VENV)/.serve
 test: $(VENV)/.test $(KUBE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@echo "basedpyright runs beside the first tests; what it says comes last"
-	@types="$$(mktemp)"; $(BIN)/basedpyright >"$$types" 2>&1 & checker=$$!; \
-	trap 'kill $$checker 2>/dev/null || true; rm -f "$$types"' EXIT; failed=0; \
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || failed=1; \
-	wait $$checker || failed=1; echo "basedpyright:"; cat "$$types"; exit $$failed
+	@$(MAKE) --no-print-directory --keep-going -j2 types fast-tests
+
+# basedpyright has one thread, so it runs beside the first tests.
+types:
+	$(BIN)/basedpyright
+
+fast-tests:
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 compile-test: $(COMPILER)/.ready
 	$(COMPILER)/bin/python -m pytest -q -n auto --dist worksteal tests/aot tests/emulated
