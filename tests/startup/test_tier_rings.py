@@ -21,7 +21,7 @@ def test_a_store_ring_holds_two_steps(layers: int, tokens: int, store: int) -> N
     shape = CacheShape(layers=layers, pages=2, kv_heads=8, page_size=PAGE, head_dim=128, slots=2)
     rings, size = plan_rings(
         parse_args(["--kv-offload-size", "1Gi"]),
-        named("auto"),
+        [named("auto")],
         [shape],
         jnp.bfloat16,
         None,
