@@ -1,14 +1,13 @@
-"""The cache of what drafts: keys and values of a head's layers, or of a draft model's.
+"""The draft cache: keys and values of a draft head's layers, or of a draft model's.
 
-It has as many pages as the first cache group of the model, under the same numbers. So whatever
-happens to a page happens to what the head keeps of its tokens: it is given to a sequence, shared,
-copied, and moved to a tier below the device. The cache is dense, in the dtype of the activations,
-whatever format the model's is in: a head writes an entry of a page that the model has filled
-already, and writes it again after drafts that were rejected.
+It has as many pages as the model's first cache group, with the same numbers. So the draft part of a
+page is allocated, shared, copied and offloaded together with the model's part. The cache is dense
+and has the activations' dtype, whatever the format of the model's cache: a head writes entries of
+pages that the model has already filled, and writes them again after rejected drafts.
 
-The kernels of dense attention are made for pages of 64 tokens. So a longer page of the model is a
-few of the head's: the array is [layers, pages, parts, kv_heads, 2, page_size / parts, head_dim],
-and `as_pages` is what the head reads.
+The kernels of dense attention support pages of 64 tokens. A longer page of the model therefore has
+several parts here: the array is [layers, pages, parts, kv_heads, 2, page_size / parts, head_dim],
+and the head reads it as `as_pages`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from jaxserve.models.layer import Caches, paged
 from jaxserve_kernels.kv_format import AUTO, KV, AttentionStep, CacheShape, KVFormat, PageLayout
 
 _PAGE = 64
-"""Tokens of the head's pages, if the model's have more."""
+"""Tokens of a part, if the model's pages have more."""
 
 
 class Drafted(NamedTuple):
-    """The cache of the first group and that of what drafts, of which a page has both parts."""
+    """The cache of the model's first group, and the draft cache."""
 
     model: KV
     draft: Array
@@ -39,7 +38,7 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedLayout(PageLayout):
-    """The layout of `Drafted`. Shapes are those of the model's cache."""
+    """The layout of `Drafted`. Its methods take shapes of the model's cache."""
 
     model: KVFormat
     layers: int
@@ -65,7 +64,7 @@ class DraftedLayout(PageLayout):
 
 
 def layout(kv_format: KVFormat, draft: DraftSpec | None) -> PageLayout:
-    """Returns how pages of the model's first cache group lie, with what drafts beside them."""
+    """Returns the layout of the first cache group's pages, with their draft parts."""
     if draft is None:
         return kv_format
     body = draft.body
@@ -75,7 +74,7 @@ def layout(kv_format: KVFormat, draft: DraftSpec | None) -> PageLayout:
 
 
 def abstract(draft: DraftSpec | None, shape: CacheShape, dtype: DTypeLike) -> Any:
-    """Returns shape and dtype of the cache of what drafts; None if nothing does.
+    """Returns shape and dtype of the draft cache; None without a head or draft model.
 
     Args:
       shape: of the model's first cache.
@@ -86,15 +85,15 @@ def abstract(draft: DraftSpec | None, shape: CacheShape, dtype: DTypeLike) -> An
 
 
 def as_pages(draft: Array) -> Array:
-    """Returns the cache of what drafts as a dense cache, in which each part is a page: page p of
-    the model is those from p * parts on."""
+    """Returns the draft cache as a dense cache whose pages are the parts. Page p of the model
+    starts at page p * parts."""
     layers, pages, parts, *page = draft.shape
     return draft.reshape(layers, pages * parts, *page)
 
 
 def page_table(table: Array, draft: Array) -> Array:
-    """Returns the page table of the model's first cache, int32 [slots + 1, pages_per_seq], as that
-    of `as_pages`, int32 [slots + 1, pages_per_seq * parts]."""
+    """Converts the page table of the model's first cache, int32 [slots + 1, pages_per_seq], to the
+    page table of `as_pages`, int32 [slots + 1, pages_per_seq * parts]."""
     parts = draft.shape[2]
     if parts == 1:
         return table
@@ -102,7 +101,7 @@ def page_table(table: Array, draft: Array) -> Array:
 
 
 def places(step: AttentionStep, draft: Array) -> AttentionStep:
-    """Returns where tokens of the model's first cache lie in `as_pages`."""
+    """Converts places of tokens in the model's first cache to places in `as_pages`."""
     parts, size = draft.shape[2], draft.shape[5]
     if parts == 1:
         return step
@@ -114,7 +113,7 @@ def places(step: AttentionStep, draft: Array) -> AttentionStep:
 
 
 def joined(kv: Caches, draft: Array | None) -> tuple[Any, ...]:
-    """Returns the caches as whole pages are copied and moved."""
+    """Returns the caches for copies of whole pages: the draft cache joins the first group."""
     return kv if draft is None else (Drafted(paged(kv)[0], draft), *kv[1:])
 
 
