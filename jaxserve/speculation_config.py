@@ -1,4 +1,4 @@
-"""Where drafts of next tokens come from: what --speculative-config says."""
+"""Settings of speculative decoding, from --speculative-config."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from dataclasses import dataclass
 from jaxserve.config import VERIFY_POSITIONS, ConfigError
 
 SPECULATION_METHODS = ("ngram", "suffix")
-"""vLLM's names. Both look up what followed where a text's end occurred in it before."""
+"""vLLM's names. Both look up an earlier occurrence of the newest tokens and draft the tokens that
+followed it."""
 
 HEAD_METHODS = ("dflash", "dspark", "eagle3", "draft_model")
-"""Names of what drafts with weights, which need a model. The model's files say which it is."""
+"""Methods that need a draft head or a draft model. Its files tell which of them it is."""
 
 MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp")
-"""vLLM's names of what drafts with weights of the model's own checkpoint."""
+"""vLLM's names of drafting with the multi-token prediction weights of the model's checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Where drafts of next tokens come from, and how many a step verifies."""
+    """How next tokens are drafted, and how many drafts a step verifies."""
 
     drafts: int = max(VERIFY_POSITIONS) - 1
-    """Of a row at most; 0: no step verifies."""
+    """The most drafts per row; 0: no speculation."""
     least_match: int = 3
-    """Tokens that must occur again before drafts are taken from what follows them."""
+    """The shortest match, in tokens, from which drafts are taken."""
     most_match: int = 32
-    """Tokens after which a longer occurrence is not looked for."""
+    """The longest match that is searched for, in tokens."""
     shared_tokens: int = 0
-    """Tokens of outputs that are kept to look up later requests of the same tenant; 0: none."""
+    """Output tokens that are kept for lookups by later requests of the same tenant; 0: none."""
     model: str | None = None
-    """A folder, Hub id or short name of a draft head or draft model; None: drafts are looked up, or
-    made as `native` says."""
+    """A folder, Hub id or short name of a draft head or draft model; None: the drafter has no
+    weights of its own."""
     native: bool = False
-    """The model's own weights for multi-token prediction draft."""
+    """Whether the multi-token prediction weights of the model's checkpoint make the drafts."""
 
     def __post_init__(self) -> None:
         if self.drafts < 0:
@@ -45,7 +46,7 @@ class SpeculationConfig:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Of the verify buckets that are needed."""
+        """Positions per row of each verify bucket that is needed."""
         if not self.drafts:
             return ()
         most = next((p for p in VERIFY_POSITIONS if p > self.drafts), VERIFY_POSITIONS[-1])

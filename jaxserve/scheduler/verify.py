@@ -1,10 +1,10 @@
-"""Verify rows in the scheduler: which sequences get drafts, their pages, and what comes back.
+"""Plans verify rows: which sequences get drafts, their pages, and the handling of results.
 
-While a verify row is in flight, the host knows two bounds of where the sequence's next row begins.
-`Sequence.computed` is the lower one: all drafts in flight are rejected. So everything else sees a
-sequence that gets one token for each of its rows. `Sequence.drafts_in_flight` is the distance to
-the upper one. A row is planned only if it computes a position even there: behind the last page or
-the limit nothing is left to compute, and such a row would yield nothing.
+While a verify row is in flight, the host knows only two bounds of the next row's first position.
+`Sequence.computed` is the lower bound, for which all drafts in flight are rejected. The rest of the
+scheduler uses it, as if each row yielded one token. `Sequence.drafts_in_flight` is the distance to
+the upper bound. A row is planned only if it computes a position even from the upper bound, before
+its last page and its limit end. Otherwise it might yield no token.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Proposal(NamedTuple):
     """Drafts for the next row of a sequence."""
 
     positions: int
-    """The most positions that the row should compute. 1: it has no drafts before its next row."""
+    """The most positions that the row should compute. 1: only its next row will have drafts."""
     drafts: tuple[int, ...] | None
-    """For position `Sequence.computed` + 1 and those after it; None: those on the device."""
+    """Tokens for positions from `Sequence.computed` + 1 on; None: the drafts are on the device."""
     survival: tuple[float, ...] = ()
-    """For each draft of the row, the probability that it and all before it are accepted. What it
-    does not name counts as wrong where times decide."""
+    """For each draft of the row, the probability that it and all drafts before it are accepted.
+    Drafts without a value count as rejected."""
     masks: tuple[bytes, ...] = ()
-    """Of structured output, for the row's first position and behind each draft."""
+    """Token masks of structured output: at the row's first position and after each draft."""
 
 
 class Proposer(Protocol):
-    """Guesses what comes next."""
+    """Proposes drafts."""
 
     def __call__(self, sequences: list[Sequence]) -> Mapping[int, Proposal]:
-        """Returns drafts for some of the sequences, which decode, by their ids."""
+        """Returns proposals by sequence id, for some of the decoding sequences."""
         ...
 
 
@@ -51,35 +51,35 @@ class Verification:
 
     proposer: Proposer
     buckets: tuple[tuple[int, int], ...]
-    """`Buckets.verify`: rows and positions per row."""
+    """`Buckets.verify`: (rows, positions per row)."""
     observe: Callable[[int, int], None] | None = None
-    """Is told of each row that took its drafts from the device: how many there were at most, and
-    how many were accepted."""
+    """Called for each row with drafts from the device, with the largest possible number of drafts
+    and the number accepted."""
     ended: Callable[[Sequence], None] | None = None
-    """Is told of each sequence that ends."""
+    """Called for each sequence that ends."""
     room: int = 0
-    """Positions after a row's end for which it should have pages: a head drafts there."""
+    """Positions after a row's end that need pages, because a head drafts there."""
 
 
 class DraftCounts:
-    """What became of drafts. Those accepted behind a stop count, too."""
+    """Counts computed and accepted drafts, including those accepted after a stop."""
 
     def __init__(self, most: int):
-        """`most`: drafts of a row."""
+        """`most`: the most drafts per row."""
         self.rows = 0
-        """That had drafts and came back."""
+        """Finished rows that had drafts."""
         self.drafts = 0
         self.accepted = [0] * most
-        """By their place in the row."""
+        """Accepted drafts by their place in the row."""
 
     def take(self) -> tuple[int, int, list[int]]:
-        """Returns rows, drafts and accepted ones, and counts from 0 again."""
+        """Returns rows, drafts and accepted drafts by place, and resets the counts."""
         counts = self.rows, self.drafts, self.accepted
         self.rows, self.drafts, self.accepted = 0, 0, [0] * len(self.accepted)
         return counts
 
     def add(self, drafts: int, accepted: int) -> None:
-        """Count a row."""
+        """Counts a row."""
         self.rows += drafts > 0
         self.drafts += drafts
         for place in range(accepted):
@@ -87,20 +87,20 @@ class DraftCounts:
 
 
 _WORTH_A_MASK = 0.25
-"""The least probability that a draft is reached, if the grammar's process is to compute the mask
-after it. A rule, not measured."""
+"""The least probability of a draft for which the grammar's process computes the mask after it.
+Chosen, not measured."""
 
 _CHEAP_ROWS, _NEAR, _LONGEST_REST = 8, 0.5, 32
-"""Rows for which drafts are looked up in every step, and of more about the number that is asked
-before all of them; the share of the drafts that would pay, below which looking up rests; and for
-how many steps at most. Rules; what they save is measured: some 3 us a row and step."""
+"""Lookups for up to `_CHEAP_ROWS` rows run in every step. With more rows, about that many are asked
+first. If these expect less than `_NEAR` of the drafts that would pay, lookups pause for up to
+`_LONGEST_REST` steps. Chosen values; a lookup was measured at some 3 us per row and step."""
 
 _SPREAD = 0x9E3779B1
-"""Of the golden ratio: its multiples by consecutive numbers lie evenly in 32 bits."""
+"""Multiplier from the golden ratio. It spreads consecutive ids evenly over 32 bits."""
 
 _FORCED = 0.98
-"""Probability of a draft that the grammar leaves no choice about: its text has other spellings,
-which some masks allow."""
+"""Probability of a draft that the grammar forces. Some masks also allow other tokenisations of the
+same text, so it is below 1."""
 
 
 class _Drafts(NamedTuple):
@@ -118,12 +118,12 @@ class _Planned(NamedTuple):
     end: int
     """See `plan.Verify.end`."""
     new_pages: int
-    """That it needs in each group."""
+    """Pages that the row needs in each cache group."""
 
 
 class VerifyRows:
-    """Plans the rows of sequences that decode, with drafts where no chunk shares the step and they
-    pay."""
+    """Plans the rows of decoding sequences. Rows have drafts if they pay and the step has no
+    chunks."""
 
     def __init__(
         self,
@@ -135,12 +135,12 @@ class VerifyRows:
         context_pages: int,
         max_itl: float,
     ):
-        """Without `times` all drafts are verified.
+        """Creates a planner. Without `times` it verifies all drafts.
 
         Args:
-          step_tokens: positions that a step may compute.
-          context_pages: that all chunks of a step may see together. Attention takes the rows of a
-            verify step for chunks.
+          step_tokens: the most positions per step.
+          context_pages: the most pages that all chunks of a step may attend to together. Attention
+            treats the rows of a verify step as chunks.
           max_itl: see `Decision`.
         """
         self._verification, self._kv_cache = verification, kv_cache
@@ -151,16 +151,16 @@ class VerifyRows:
         self._decision = times and Decision(times, positions, max_itl=max_itl)
         self._most_rows = max((rows for rows, _ in verification.buckets), default=0)
         self._rest, self._resting = 1, 0
-        """Steps without looking for drafts, and those that are left of them."""
+        """Length of the last pause of lookups in steps, and the steps left of it."""
         self.verifies = False
-        """Verify rows are among those planned last."""
+        """Whether the last plan has verify rows."""
         self.in_flight = 0
-        """Plans with verify rows in flight. Without one no sequence has drafts in flight."""
+        """Number of plans in flight with verify rows. If 0, no sequence has drafts in flight."""
         self._hoped = True
-        """The last proposals may pay, as far as was seen before all rows were asked."""
+        """Whether the rows that were asked first suggest that drafts pay."""
         self.counts = DraftCounts(widest - 1)
         self.ended = verification.ended
-        """Is to be told of each sequence that ends."""
+        """Called for each sequence that ends."""
 
     def rows(
         self,
@@ -170,16 +170,16 @@ class VerifyRows:
         chunks: bool,
         guided: bool,
     ) -> list[Row]:
-        """Returns a row for each sequence, except for those that must wait for a commit. If any is
-        a verify row, the step can have no chunks.
+        """Returns a row for each sequence that need not wait for a commit. With a verify row, the
+        step can have no chunks.
 
         Args:
-          decoding: sequences that decode. Those without drafts in flight have a page for their next
+          decoding: decoding sequences. Those without drafts in flight have a page for their next
             position.
-          entries: takes the new entries of page tables.
-          chunks: prompts wait for a step with chunks. So there are no new drafts; at most one step
-            before it goes on with the rows in flight.
-          guided: structured output is among them.
+          entries: new page table entries are appended to it.
+          chunks: whether prompts wait for a step with chunks. If so, there are no new drafts, and
+            at most one verify step for the sequences in flight comes first.
+          guided: whether any sequence has structured output.
         """
         unsettled, self._hoped = 0, True
         if self.in_flight:
@@ -211,9 +211,9 @@ class VerifyRows:
         return rows
 
     def _proposals(self, decoding: list[Sequence], unsettled: int) -> Mapping[int, Proposal]:
-        """Asks for drafts. Of many rows some are asked first, always the same ones: the others' new
-        tokens are not even read before those have nearly enough. To look them up for all in each
-        step would take the host some percent of it."""
+        """Returns proposals. With many rows, it first asks for the same few. Only if these have
+        nearly enough drafts does it ask for the others: asking for all rows in each step would
+        take some percent of the step on the host."""
         rows, decision, propose = len(decoding), self._decision, self._verification.proposer
         everyone = decision is None or unsettled > 0 or rows <= _CHEAP_ROWS
         if self._resting and not everyone:
@@ -252,8 +252,7 @@ class VerifyRows:
         *,
         chunks: bool,
     ) -> int:
-        """Returns how many positions a row of the next step computes at most; 0: it is no verify
-        step."""
+        """Returns the most positions per row of the next step; 0: no verify step."""
         rows, decision = len(decoding), self._decision
         if decision is None:
             shapes = self._verification.buckets
@@ -269,8 +268,8 @@ class VerifyRows:
     def _planned(
         self, decoding: list[Sequence], proposals: Mapping[int, Proposal], most: int
     ) -> list[_Planned]:
-        """Returns what the sequences compute in a verify step of at most so many positions for
-        each; nothing if scratch memory does not hold them all."""
+        """Returns the sequences' rows in a verify step of at most `most` positions each; an empty
+        list if their context exceeds the step's scratch memory."""
         planned: list[_Planned] = []
         left, room, spare = self._step_tokens - len(decoding), self._context_pages, self._spare()
         for seq in decoding:
@@ -285,15 +284,16 @@ class VerifyRows:
         return planned if drafted and room >= 0 else []
 
     def _cut(self, proposal: Proposal | None, most: int) -> _Drafts | None:
-        """Returns a row's positions, at most so many, its drafts, and their masks."""
+        """Returns a proposal cut to at most `most` positions; None without drafts."""
         if proposal is None or most < 2:
             return None
         drafts = proposal.drafts and proposal.drafts[: self._window]
         return _Drafts(min(proposal.positions, most), drafts, proposal.masks)
 
     def guess(self, sequences: list[Sequence]) -> tuple[int, Mapping[int, Drafted]]:
-        """Guesses what structured output goes on with, whose masks another process computes until
-        the next step is planned. See `guided.Guess`; nothing where too much runs for drafts."""
+        """Guesses the next tokens of structured output, so that another process can compute their
+        masks before the next step is planned. See `guided.Guess`. Guesses nothing if more
+        sequences run than a verify step can take."""
         if self._kv_cache.num_running > self._most_rows:
             return 0, {}
         found: dict[int, Drafted] = {}
@@ -303,9 +303,11 @@ class VerifyRows:
         return self._window // 2, found
 
     def _end(self, seq: Sequence, positions: int, spare: int) -> tuple[int, int]:
-        """Returns the position that a row must not reach, so that it can compute so many from
-        wherever it begins and a head can draft behind it, and how many pages it needs for that, of
-        those that are to spare."""
+        """Returns the end of a row (exclusive) and the new pages that it needs, at most `spare`.
+
+        Up to the end, the row can compute `positions` positions from any possible start, and a
+        head can draft after them.
+        """
         last, size = seq.computed + seq.drafts_in_flight, self._kv_cache.page_size
         end = last + positions + self._verification.room
         end = min(end, seq.limit - 1, seq.computed + self._step_tokens)
@@ -313,16 +315,16 @@ class VerifyRows:
         return min(end, seq.capacity + new_pages * size), new_pages
 
     def _spare(self) -> int:
-        """Returns how many pages are free in each group beyond one for each running sequence, which
-        may soon need it: drafts must not cost anybody a page."""
+        """Returns the free pages per group beyond one for each running sequence. Each may soon need
+        one, and drafts must not take it."""
         free = min(group.pool.num_free for group in self._kv_cache.groups)
         return max(free - self._kv_cache.num_running, 0)
 
     def unrolled(
         self, results: Iterable[tuple[Row, Sampled | None]], live: Mapping[int, Sequence]
     ) -> Iterator[tuple[Row, Sampled | None]]:
-        """Yields a row once for each token that it yielded. Tokens beyond the first were not
-        counted as in flight when the row was planned; they are from when they come back.
+        """Yields a row once per token of its result. Tokens after the first count as in flight
+        only from now on, not from when the row was planned.
 
         Args:
           live: sequences that have not ended, by id.
@@ -342,11 +344,11 @@ class VerifyRows:
         self.in_flight -= 1
 
     def failed(self) -> None:
-        """No plan is in flight any more."""
+        """Records that no plan is in flight any more."""
         self.in_flight = 0
 
     def _count(self, seq: Sequence, row: Row, asked: Verify, accepted: int) -> None:
-        """Count the drafts that were computed, which depends on where the row began."""
+        """Counts the computed drafts. Their number depends on where the row began."""
         begin = len(seq.tokens) - 1
         known = asked.positions if asked.drafts is None else len(asked.drafts) - begin + row.start
         drafts = max(min(asked.positions - 1, asked.end - 1 - begin, known), accepted)
@@ -358,7 +360,7 @@ class VerifyRows:
 
 
 def _guided(decoding: list[Sequence]) -> dict[int, Proposal]:
-    """Returns the drafts whose masks are there, of structured output with nothing in flight."""
+    """Returns drafts with ready masks, for structured output without tokens in flight."""
     found: dict[int, Proposal] = {}
     for seq in decoding:
         if seq.guide is None or seq.in_flight or not seq.guide.ahead.drafts:

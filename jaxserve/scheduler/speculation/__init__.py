@@ -1,1 +1,1 @@
-"""Drafts of the tokens that come next: who guesses them, and when it pays to compute them."""
+"""Speculative decoding: proposers of draft tokens, and when verifying drafts pays."""

@@ -1,8 +1,8 @@
-"""Whether the next step verifies drafts, and how many positions it computes of each sequence.
+"""Decides whether the next step verifies drafts, and how many positions per sequence it computes.
 
-A step of plain decoding and the verify buckets compete by expected tokens per second. Both come
-from what was measured: step times (`LearnedTimes`), and how often drafts of this kind were right
-(`Proposal.survival`, and what became of those that were planned).
+It compares the expected tokens per second of a plain decode step and of each verify bucket. The
+estimate uses measured step times (`LearnedTimes`) and measured acceptance of drafts
+(`Proposal.survival`, corrected by the acceptance of earlier planned drafts).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from jaxserve.scheduler.budget import MAX_SLOWDOWN
 from jaxserve.scheduler.learned_times import LearnedTimes
 
 _MARGIN = 0.03
-"""Share of the tokens per second that a step must yield more than decode rows. A rule, not
+"""A verify step must yield this share more tokens per second than a decode step. Chosen, not
 measured."""
 
 _KEPT = 0.98
-"""What is left of older observations after each step with proposals: the last 50 count."""
+"""Decay of older observations per step with proposals: roughly the last 50 steps count."""
 
 _BELIEVED = 16.0
-"""Drafts. The weight of the expectation itself beside what became of it."""
+"""Weight of the prior that drafts are accepted as often as expected, in drafts."""
 
 
 class Decision:
@@ -30,21 +30,21 @@ class Decision:
     def __init__(
         self, times: LearnedTimes, positions: Collection[int], *, max_itl: float = math.inf
     ):
-        """Returns a decision that has seen no drafts yet.
+        """Creates a decision without observations.
 
         Args:
-          positions: of the verify buckets.
-          max_itl: seconds. A step with drafts takes no longer, for rows whose drafts are wrong wait
-            as long for one token; or no longer than a step with a chunk may, see `MAX_SLOWDOWN`.
+          positions: positions per row of each verify bucket.
+          max_itl: time limit of a verify step in seconds, because a row whose drafts are all wrong
+            waits that long for one token. A step within `MAX_SLOWDOWN` is allowed, too.
         """
         self._times, self._positions = times, sorted(set(positions))
         self._max_itl = max_itl
         self._expected = self._accepted = 0.0
-        """Drafts that rows should have had accepted, and had."""
+        """Expected and actual numbers of accepted drafts, decayed."""
 
     @property
     def trust(self) -> float:
-        """Accepted drafts per expected one, lately."""
+        """Recent ratio of accepted drafts to expected ones."""
         return (self._accepted + _BELIEVED) / (self._expected + _BELIEVED)
 
     def choose(
@@ -56,16 +56,18 @@ class Decision:
         unsettled: int,
         coming: Sequence[Sequence[float]] = (),
     ) -> int:
-        """Returns the positions of the rows with drafts; 1: a step that verifies nothing new, for
-        rows that follow others in flight; 0: decode rows for those that do not follow.
+        """Returns the positions per row of the next step.
+
+        1 is a verify step without new drafts; it includes sequences with drafts in flight. 0 is a
+        decode step; it leaves those sequences out.
 
         Args:
-          rows: sequences that decode.
-          context: tokens in the cache of all of them together.
-          survivals: of each sequence with drafts, `Proposal.survival`.
-          unsettled: sequences that cannot decode plainly before a commit.
-          coming: of each sequence that computes one position now, behind which it has drafts. They
-            are worth as much, but none of them is accepted yet.
+          rows: number of decoding sequences.
+          context: total tokens of these sequences in the cache.
+          survivals: `Proposal.survival` of each sequence with drafts.
+          unsettled: number of sequences that cannot join a decode step before a commit.
+          coming: `Proposal.survival` of each sequence that gets its first drafts from this step.
+            They count as much, but this step accepts none of them.
         """
         self._expected *= _KEPT
         self._accepted *= _KEPT
@@ -93,8 +95,8 @@ class Decision:
         return best
 
     def least_drafts(self, rows: int, context: int) -> float:
-        """Returns how many accepted drafts a step of so many rows must expect at least, to be worth
-        more than decode rows; infinite if no bucket could yield as many."""
+        """Returns the least number of expected accepted drafts with which a verify step of `rows`
+        rows pays; infinity if no bucket can pay."""
         plain, least = self._times.of_decode(rows, context), math.inf
         for positions in self._positions:
             seconds = self._times.of_verify(rows, positions, context)
@@ -109,8 +111,8 @@ class Decision:
         return least
 
     def settles(self, rows: int, context: int, unsettled: int) -> bool:
-        """Returns whether a step of single positions comes before one with chunks, in which
-        `unsettled` of the rows would get no token."""
+        """Returns whether a verify step with one position per row should precede a step with
+        chunks, in which `unsettled` of the rows would get no token."""
         seconds = self._times.of_verify(rows, 1, context)
         if seconds is None:
             return False
@@ -118,13 +120,13 @@ class Decision:
         return seconds - plain < unsettled / rows * plain
 
     def _settling(self, rows: int, context: int, drafted: int) -> float:
-        """Returns the seconds that a step with drafts costs later, once: the rows with drafts miss
-        a step, or all take a verify step in place of a decode step."""
+        """Returns the seconds that a step with drafts costs afterwards: either the rows with drafts
+        miss a step, or all rows take a verify step in place of a decode step."""
         plain = self._times.of_decode(rows, context)
         seconds = self._times.of_verify(rows, 1, context)
         missed = drafted / rows * plain
         return missed if seconds is None else min(missed, max(seconds - plain, 0.0))
 
     def observe(self, accepted: int) -> None:
-        """Report a row's accepted drafts."""
+        """Records a row's number of accepted drafts."""
         self._accepted += accepted

@@ -1,4 +1,4 @@
-"""Drafts of a head on the device, which every verify step leaves for the next one."""
+"""Proposes the drafts of a head. Each verify step leaves them on the device for the next step."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.verify import Proposal
 
 _PRIOR = 0.6
-"""What is believed of each draft before any is seen: a guess, which counts as `_BELIEVED` rows."""
+"""Initial acceptance rate of each draft: a guess, weighted as `_BELIEVED` rows."""
 
 _BELIEVED, _REMEMBERED = 16, 512
-"""Rows: the weight of the prior, and how many are averaged. So it forgets."""
+"""Weight of the prior, and the averaging window, in rows."""
 
 
 _UNSEEN = 8192
-"""Plans without a row that says anything, after which a quarter of what was learned is forgotten:
-other text may suit the head better. A rule: trying again takes some 40 steps."""
+"""Plans without an observed row after which the rates move a quarter of the way to the prior: other
+text may suit the head better. Chosen, not measured: a retry takes some 40 steps."""
 
 
 class HeadDrafts:
-    """A proposer whose drafts the host never sees. It learns how often they are accepted."""
+    """A proposer that learns acceptance rates. The drafts themselves stay on the device."""
 
     def __init__(self, *, drafts: int):
-        """`drafts`: of a row at most."""
+        """`drafts`: the most drafts per row."""
         self._rates = [_PRIOR] * drafts
         self._seen = [_BELIEVED] * drafts
         self._unseen = 0
-        """Plans since the last row that said something."""
+        """Plans since the last observed row."""
 
     def __call__(self, sequences: Iterable[Sequence]) -> Mapping[int, Proposal]:
-        """See `Proposer`. A sequence without drafts on the device computes one position, after
-        which it has some: it is worth as much as if it had them."""
+        """See `Proposer`. A sequence without drafts on the device computes one position, and has
+        drafts afterwards. Its proposal has the same survival as one with drafts."""
         self._unseen += 1
         if self._unseen >= _UNSEEN:
             self._forget()
@@ -43,7 +43,7 @@ class HeadDrafts:
         return {seq.id: found if seq.drafts_on_device else first for seq in sequences}
 
     def observe(self, drafts: int, accepted: int) -> None:
-        """Report a row: each draft up to the first that was rejected says something."""
+        """Records a row. Only drafts up to the first rejected one are evidence."""
         self._unseen = 0
         for place in range(min(drafts, accepted + 1)):
             seen = self._seen[place] = min(self._seen[place] + 1, _REMEMBERED)

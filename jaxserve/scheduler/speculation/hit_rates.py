@@ -1,19 +1,18 @@
-"""How often the text goes on as it did at an earlier occurrence, by the length of that."""
+"""Learns how often a token equals the one that followed an earlier match, by match length."""
 
 from __future__ import annotations
 
 _CLASSES = (3, 4, 6, 9, 16, 32)
-"""The shortest occurrence of each class, in tokens; a shorter one belongs to the first."""
+"""The shortest match of each class, in tokens. Shorter matches belong to the first class."""
 
 _PRIOR = (0.3, 0.4, 0.55, 0.75, 0.9, 0.95)
-"""What is believed of each class before anything is seen: guesses, which count as `_BELIEVED`
-tokens."""
+"""Initial hit rate of each class: guesses, weighted as `_BELIEVED` tokens."""
 
 _BELIEVED, _REMEMBERED = 16, 512
-"""Tokens of a class: the weight of the prior, and how many are averaged. So it forgets."""
+"""Weight of the prior, and the averaging window, in tokens per class."""
 
 _OWN_BELIEVED, _OWN_REMEMBERED = 8, 64
-"""As above, of how much a sequence differs from all others."""
+"""The same for the difference between one sequence and all others."""
 
 _LEAST, _MOST = 0.02, 0.995
 
@@ -23,7 +22,7 @@ _CLASS_OF = tuple(
 
 
 class OwnRate:
-    """How much more often than others a sequence goes on as before. Mutable."""
+    """The difference of a sequence's hit rate from the rate of all sequences. Mutable."""
 
     __slots__ = ("more", "seen")
 
@@ -32,15 +31,18 @@ class OwnRate:
 
 
 class HitRates:
-    """Learned from every token that comes, drafted or not: so nothing must be tried to learn that
-    it would pay again. Averages decay, and what a sequence adds is its own difference."""
+    """Hit rates per class of match length, plus an offset per sequence (`OwnRate`).
+
+    They learn from every new token, drafted or not, so no trial drafts are needed to notice that
+    drafting pays again. Older tokens count less.
+    """
 
     def __init__(self) -> None:
         self._rates = list(_PRIOR)
         self._seen = [_BELIEVED] * len(_PRIOR)
 
     def count(self, length: int, own: OwnRate, *, hit: bool) -> None:
-        """Report whether a token is the one that followed an occurrence of `length` tokens."""
+        """Records whether a token equals the one that followed a match of `length` tokens."""
         place = _CLASS_OF[length if length < _CLASSES[-1] else _CLASSES[-1]]
         error = hit - self._rates[place]
         seen = self._seen[place] = min(self._seen[place] + 1, _REMEMBERED)
@@ -49,8 +51,9 @@ class HitRates:
         self._rates[place] += error / seen
 
     def survival(self, length: int, own: OwnRate, count: int) -> list[float]:
-        """Returns for each of the next `count` tokens the probability that it and all before it go
-        on as after an occurrence of `length` tokens. It ends where that is below `_LEAST`."""
+        """Returns, for up to `count` next tokens, the probability that this token and all tokens
+        before it equal those that followed a match of `length` tokens. The list ends where the
+        probability falls below `_LEAST`."""
         rates, more, left = self._rates, own.more, 1.0
         found: list[float] = []
         for longer in range(length, length + count):

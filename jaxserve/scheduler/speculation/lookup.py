@@ -1,7 +1,7 @@
-"""Drafts from texts: what followed where a sequence's end occurred before.
+"""Drafts the tokens that followed an earlier occurrence of a sequence's newest tokens.
 
-The texts are the sequence's own, what its client predicts (`Request.predicted`), and, if asked for,
-earlier outputs of the same tenant. They are never another tenant's.
+It searches the sequence's own text, the output that its client predicts (`Request.predicted`), and,
+if enabled, earlier outputs of the same tenant. It never searches another tenant's texts.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ INDEXED_PER_STEP = 2048
 indexed its sequence gets no drafts."""
 
 _WORTH = 0.05
-"""Expected accepted drafts of a row. One with fewer is no proposal: its drafts would only be in the
-way of the next."""
+"""The least expected number of accepted drafts of a proposal. With fewer, drafts in flight would
+only delay the next ones."""
 
 
 _EXPECTED = 32
-"""Tokens. A predicted output is followed from its beginning, as if so many had occurred in it."""
+"""Assumed match length, in tokens, at the beginning of a predicted output."""
 
 
 class Lookup:
-    """A proposer without weights. It takes the longest earlier occurrence of the newest tokens, and
-    what followed there."""
+    """A proposer without weights. It finds the longest earlier occurrence of the newest tokens and
+    drafts the tokens that followed it."""
 
     def __init__(self, *, drafts: int, least: int = 3, most: int = 32, shared: int = 0):
-        """Returns a proposer for verify rows of at most `drafts` drafts.
+        """Creates a proposer of at most `drafts` drafts per row.
 
         Args:
-          least, most: tokens of an occurrence, see `SuffixIndex`.
-          shared: tokens of outputs that are kept for later requests of the same tenant, see
+          least, most: length of a match in tokens, see `SuffixIndex`.
+          shared: output tokens that are kept for later requests of the same tenant, see
             `OtherTexts`; 0: none.
         """
         self._drafts = drafts
@@ -68,7 +68,7 @@ class Lookup:
         return found
 
     def ended(self, seq: Sequence) -> None:
-        """Keep the output of a sequence that has ended, if outputs are shared."""
+        """Keeps the output of a finished sequence, if outputs are shared."""
         if self._outputs is not None:
             self._outputs.add(seq.tokens[seq.num_prompt :], _owner(seq))
 
@@ -84,7 +84,7 @@ class Lookup:
         return tuple(found)
 
     def _from_other(self, seq: Sequence, other: Follower) -> Proposal | None:
-        """As `_proposal`, from a text that is not its own."""
+        """Like `_proposal`, from another text."""
         flying = seq.in_flight + seq.drafts_in_flight
         drafts, survival = other.drafts(flying + self._drafts)
         survival = survival[flying:]
@@ -93,9 +93,9 @@ class Lookup:
         return Proposal(1 + len(survival), drafts[seq.in_flight :], tuple(survival))
 
     def _read(self, own: OwnText, tokens: Tokens[int], budget: int) -> int:
-        """Index new tokens, and learn from them. Returns how many were indexed at once."""
+        """Indexes new tokens and learns from them. Returns how many tokens of `budget` it used."""
         index, new = own.index, len(tokens) - own.index.done
-        if new > 2 * self._drafts + 2:  # the prompt, or what came while nobody asked
+        if new > 2 * self._drafts + 2:  # the prompt, or tokens since an earlier call
             new = min(new, budget)
             index.index(new)
             return new
@@ -106,8 +106,8 @@ class Lookup:
         return 0
 
     def _proposal(self, seq: Sequence, own: OwnText) -> Proposal | None:
-        """Returns the drafts after what is in flight. Only if that goes on as expected can they be
-        right."""
+        """Returns the drafts that follow the tokens and drafts in flight. They can only be right if
+        those in flight match the earlier text."""
         flying = seq.in_flight + seq.drafts_in_flight
         count = flying + self._drafts
         survival = self._rates.survival(own.index.length, own.rate, count)[flying:]
@@ -118,12 +118,12 @@ class Lookup:
 
 
 def _better(one: Proposal | None, other: Proposal | None) -> Proposal | None:
-    """Returns the proposal of which more is expected; of two as good, the first."""
+    """Returns the proposal with more expected accepted drafts; the first if they are equal."""
     if one is None or other is None:
         return one or other
     return other if sum(other.survival) > sum(one.survival) else one
 
 
 def _owner(seq: Sequence) -> int:
-    """Tenants share nothing, and neither do requests whose prefixes are kept apart."""
+    """Returns the owner number. Tenants share no texts; nor do requests with separate prefixes."""
     return owner_of(seq.tenant.encode(), seq.root)

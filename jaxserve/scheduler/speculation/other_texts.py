@@ -1,4 +1,4 @@
-"""Where the end of a sequence occurs in texts that are not its own."""
+"""Finds the newest tokens of a sequence in other texts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxserve.scheduler.speculation.hit_rates import HitRates, OwnRate
 from jaxserve.scheduler.speculation.suffix_index import CANDIDATES
 
 _BETWEEN = -1
-"""Stands between two texts. No token is equal to it, so no occurrence crosses it."""
+"""Separates two texts. No token equals it, so no match crosses it."""
 
 _LATE = 16
-"""New tokens beyond which only the last of them is looked up."""
+"""With more new tokens than this, only the last one is looked up."""
 
 
 def owner_of(*parts: bytes) -> int:
-    """Returns the number under which texts of one owner are kept apart: 63 bits of a hash."""
+    """Returns the number that identifies the owner of texts: 63 bits of a hash."""
     state = sha256()
     for part in parts:
         state.update(b"%d:" % len(part))
@@ -28,18 +28,18 @@ def owner_of(*parts: bytes) -> int:
 class OtherTexts:
     """The newest texts of all owners in one ring, with hash chains over their n-grams.
 
-    An owner's texts are found by that owner only: its number is part of an n-gram's hash, and is
-    compared at each place. Memory is taken at once, 28 bytes a token; the oldest tokens are
-    overwritten. To add a token and to search take constant time.
+    A search finds only texts of the same owner: the owner's number is part of an n-gram's hash and
+    is compared at each match. The ring allocates all its memory at once, 28 bytes per token. New
+    tokens overwrite the oldest ones. Adding a token and searching take constant time.
     """
 
     def __init__(self, tokens: int, *, least: int, most: int):
-        """Returns a ring without texts.
+        """Creates a ring without texts.
 
         Args:
-          tokens: how many it holds, rounded up to a power of two.
-          least: tokens of an occurrence at least.
-          most: tokens after which a search is content.
+          tokens: capacity, rounded up to a power of two.
+          least: the shortest match, in tokens.
+          most: a search stops at a match of this many tokens.
         """
         size = 1 << max(tokens - 1, 1).bit_length()
         self._size, self._mask = size, size - 1
@@ -47,14 +47,14 @@ class OtherTexts:
         self._text = array("i", [_BETWEEN]) * size
         self._owners = array("q", [0]) * size
         self._before = array("q", [0]) * size
-        """By position: that behind the occurrence before, with the same hash; 0: none."""
+        """By position: the position after the previous n-gram with the same hash; 0: none."""
         self._newest = array("q", [0]) * size
-        """By hash of an n-gram: the position behind its newest occurrence; 0: none."""
+        """By hash of an n-gram: the position after its newest occurrence; 0: none."""
         self.end = 0
-        """Positions that were ever written. The ring holds the last ones of them."""
+        """Number of positions written so far. The ring holds the last ones."""
 
     def add(self, tokens: Sequence[int], owner: int) -> None:
-        """Add a text, or its end if it is longer than the ring."""
+        """Adds a text, or its end if it is longer than the ring."""
         text, owners, mask, least = self._text, self._owners, self._mask, self._least
         tokens = tokens[-(self._size - 1) :]
         for count, token in enumerate(tokens, start=1):
@@ -72,21 +72,23 @@ class OtherTexts:
         self.end += 1
 
     def token(self, position: int) -> int:
-        """Returns the token at a position; negative behind a text's end and where it was
+        """Returns the token at a position; negative after a text's end and if the position was
         overwritten."""
         there = self.end - self._size <= position < self.end
         return self._text[position & self._mask] if there else _BETWEEN
 
     def following(self, position: int, count: int) -> tuple[int, ...]:
-        """Returns up to `count` tokens from a position on, up to the end of the text."""
+        """Returns up to `count` tokens from a position on. Stops at the end of the text."""
         found: list[int] = []
         while len(found) < count and (token := self.token(position + len(found))) >= 0:
             found.append(token)
         return tuple(found)
 
     def find(self, tokens: Sequence[int], end: int, owner: int) -> tuple[int, int]:
-        """Returns the position behind the longest occurrence of the end of the first `end` tokens
-        in a text of the owner, and the length of that; 0 and 0 if there is none."""
+        """Finds the longest match of the tokens that end at `end` in the owner's texts.
+
+        Returns the position after the match and its length; 0 and 0 if there is none.
+        """
         least, mask, text = self._least, self._mask, self._text
         if end < least:
             return 0, 0
@@ -111,22 +113,22 @@ class OtherTexts:
 
 
 class Follower:
-    """Keeps to the occurrence of a sequence's end in other texts while both go on alike."""
+    """Follows a match of a sequence in other texts, and searches again when they differ."""
 
     __slots__ = ("_next", "_rate", "_rates", "_texts", "done", "length", "owner")
 
     def __init__(self, texts: OtherTexts, owner: int, rates: HitRates, done: int, length: int = 0):
-        """Returns one that has read a sequence's first `done` tokens.
+        """Creates a follower that has read a sequence's first `done` tokens.
 
         Args:
-          length: of an occurrence before the first position of the texts; 0: there is none yet.
+          length: length of an assumed match that ends at position 0 of the texts; 0: no match.
         """
         self._texts, self.owner, self._rates = texts, owner, rates
         self._rate = OwnRate()
         self._next, self.length, self.done = 0, length, done
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Follow a sequence's new tokens, and learn from them."""
+        """Follows a sequence's new tokens and learns from them."""
         texts = self._texts
         if len(tokens) - self.done > _LATE:
             self.done = len(tokens) - 1
@@ -144,8 +146,8 @@ class Follower:
         self.done = len(tokens)
 
     def drafts(self, count: int) -> tuple[tuple[int, ...], list[float]]:
-        """Returns up to `count` tokens that followed, and for each the probability that it and all
-        before it come again."""
+        """Returns up to `count` tokens that followed the match, and for each the probability that
+        it and all tokens before it are right."""
         if not self.length:
             return (), []
         found = self._texts.following(self._next, count)

@@ -1,4 +1,4 @@
-"""What is known of a sequence's next tokens from texts."""
+"""The text lookup state of one sequence."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from jaxserve.scheduler.speculation.suffix_index import SuffixIndex
 
 
 class OwnText:
-    """Kept with a sequence, from when drafts are first looked up for it."""
+    """A sequence's index, hit rate and followers. Created at its first lookup."""
 
     __slots__ = ("index", "others", "rate")
 
     def __init__(
         self, tokens: Sequence[int], others: Sequence[Follower] = (), *, least: int, most: int
     ):
-        """`tokens`: prompt and output, to which the scheduler appends; see `SuffixIndex`. `others`:
-        where it is in other texts."""
+        """Creates an index of no tokens yet.
+
+        Args:
+          tokens: prompt and output. The scheduler appends to it.
+          others: followers of the sequence in other texts.
+          least, most: see `SuffixIndex`.
+        """
         self.index = SuffixIndex(tokens, least=least, most=most)
         self.rate = OwnRate()
         self.others = others

@@ -1,4 +1,4 @@
-"""Where the end of a text occurred in it before: hash chains over its n-grams, as in LZ77."""
+"""Finds earlier occurrences of a text's end with hash chains over n-grams, as in LZ77."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from array import array
 from collections.abc import Sequence
 
 CANDIDATES = 32
-"""Earlier places of an n-gram that a search looks at, the newest first."""
+"""The most earlier places of an n-gram that a search compares, from the newest on."""
 
 _MOST_CHAINS = 1 << 16
 
 
 class SuffixIndex:
-    """The longest earlier occurrence of a growing text's end.
+    """Tracks the longest earlier occurrence of a growing text's end.
 
-    A search compares at most `CANDIDATES` places with the same last n-gram. While the text goes on
-    as it did there, no search is needed: no other occurrence can become longer than the one that
-    was longest before. So an append takes constant time, whatever the length of the text. It takes
-    4 bytes a token, and 4 bytes for each chain.
+    A search compares at most `CANDIDATES` places with the same last n-gram. While new tokens equal
+    those after the match, no search is needed, because no other match can become longer. So an
+    append takes constant time. The index takes 4 bytes per token and 4 bytes per chain.
     """
 
     def __init__(self, text: Sequence[int], *, least: int, most: int):
-        """Returns an index of none of the text yet.
+        """Creates an index that contains no tokens yet.
 
         Args:
           text: token ids from 0; the owner appends to it.
-          least: tokens of an occurrence at least.
-          most: tokens after which a search is content.
+          least: the shortest match, in tokens.
+          most: a search stops at a match of this many tokens.
         """
         self._text = text
         self._least, self._most = least, most
@@ -35,22 +34,22 @@ class SuffixIndex:
             chains *= 2
         self._mask = chains - 1
         self._newest = array("i", bytes(4 * chains))
-        """By hash of an n-gram: the position behind its newest occurrence; 0: none."""
+        """By hash of an n-gram: the position after its newest occurrence; 0: none."""
         self._before = array("i", bytes(4))
-        """By position: the position behind the occurrence before, with the same hash."""
+        """By position: the position after the previous n-gram with the same hash; 0: none."""
         self.next = 0
-        """The position behind the occurrence: what follows the text's end, if it goes on so."""
+        """The position after the match. Its token is the first draft."""
         self.length = 0
-        """Tokens of the occurrence; 0 if there is none."""
+        """Length of the match in tokens; 0: no match."""
 
     @property
     def done(self) -> int:
-        """How many of the text's first tokens are in the index."""
+        """Number of the text's first tokens that are in the index."""
         return len(self._before) - 1
 
     def index(self, count: int) -> None:
-        """Add the next `count` tokens of the text, then look for an occurrence of what is in the
-        index by then."""
+        """Adds the next `count` tokens of the text, then searches for a match of the last indexed
+        tokens."""
         text, least, before = self._text, self._least, self._before
         first, end = self.done, min(self.done + count, len(self._text))
         before.extend([0] * (min(end, least - 1) - first))
@@ -68,7 +67,7 @@ class SuffixIndex:
         self._search(end, last)
 
     def append(self) -> None:
-        """Add the next token of the text."""
+        """Adds the next token of the text."""
         text, end = self._text, self.done + 1
         if end < self._least:
             self._before.append(0)
@@ -86,19 +85,19 @@ class SuffixIndex:
                 self._search(end, last)
 
     def following(self, count: int) -> list[int]:
-        """Returns the `count` tokens that followed the occurrence; as they overlap with the text's
-        end, it goes on in a circle."""
+        """Returns the `count` tokens that followed the match. If fewer followed, it repeats
+        them."""
         found = list(self._text[self.next : min(self.next + count, self.done)])
         while len(found) < count:
             found += found[: count - len(found)]
         return found
 
     def _search(self, end: int, place: int) -> None:
-        """Find the longest occurrence of the end of the first `end` tokens; of two as long, the
-        newer one.
+        """Finds the longest earlier match of the tokens that end at `end`; the newest of equal
+        length.
 
         Args:
-          place: the first to look at, see `_newest`.
+          place: the first place to compare, see `_newest`.
         """
         text, before, most = self._text, self._before, min(self._most, end)
         best = self._least - 1
