@@ -49,10 +49,10 @@ from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.target import Target
 
 LAYERS = 2
-"""With weights of their own; together they are larger than any cache."""
+"""Each has its own weights; together they are larger than any cache."""
 
 MANY = 512
-"""Rows from which on products are bound by operations: no chain, and no dense twin."""
+"""From this many rows on, products are bound by compute: no chain, and no dense comparison."""
 
 EPS = 1e-6
 
@@ -88,8 +88,8 @@ TRIES = {
     48: [(64, 4, 4, 64, 0), (128, 8, 4, 64, 0), (256, 8, 3, 64, 4)],
     512: [(64, 4, 4, 64, 0), (128, 8, 4, 64, 0)],
 }
-"""Rows, warps, stages, tokens, and programs that ask ahead, by the most tokens of an expert, if all
-had as many."""
+"""Values to try of rows, warps, stages, tokens and prefetching programs, by the largest mean number
+of tokens per expert."""
 TINY = Model(8, 2, 256, 256)
 
 
@@ -107,7 +107,7 @@ class Case(NamedTuple):
 
 
 def changed(launch: Launch) -> dict[str, Any]:
-    """What is not the default."""
+    """Returns the parameters that differ from the default."""
     plain = dataclasses.asdict(Launch())
     return {
         name: value for name, value in dataclasses.asdict(launch).items() if value != plain[name]
@@ -119,9 +119,9 @@ class Built(NamedTuple):
     args: tuple[Any, ...]
     layers: int
     bytes: float
-    """Of weights that a layer reads."""
+    """Bytes of weights that a layer reads."""
     touched: float
-    """Experts."""
+    """Experts with at least one token."""
 
 
 def main() -> None:
@@ -181,7 +181,7 @@ def cases_of(model: str, name: str, args: argparse.Namespace) -> list[Case]:
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Launches beside the rule's, of both products alike."""
+    """Yields other launches than the rule's, the same for both products."""
     target = Target.here()
     if case.rows >= MANY and target.uses_triton() and target.runs_hopper_kernels():
         return  # Hopper's kernel has no parameters
@@ -197,9 +197,10 @@ def candidates(case: Case) -> Iterator[Case]:
 def measure(
     args: argparse.Namespace, target: Target, deadline: float
 ) -> Iterator[tuple[Case, Built, float]]:
-    """Seconds of a layer in each case. One format of one model at a time holds device memory, and
-    none is begun after the deadline. All its programs are compiled before the first is timed:
-    making an executable drops the CUDA graphs of the others."""
+    """Yields the seconds per layer of each case. One format of one model at a time holds device
+    memory, and none begins after the deadline. All programs
+    of a format are compiled before the first is timed, because a new executable drops the CUDA
+    graphs of the others."""
     for name, model in itertools.product(args.formats, args.models):
         if time.monotonic() > deadline:
             print("--budget is spent", flush=True)
@@ -219,7 +220,7 @@ def measure(
 
 
 def is_right(case: Case, built: Built, expected: dict[tuple[int, bool], Any]) -> bool:
-    """Whether what is tried gives what the rule's launch gives, but for rounding."""
+    """Returns whether a case computes the same as the rule's launch, except for rounding."""
     found = np.asarray(built.program(*built.args)[0], np.float32)
     wanted = expected.setdefault((case.rows, case.dense), found)
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
@@ -229,7 +230,7 @@ def is_right(case: Case, built: Built, expected: dict[tuple[int, bool], Any]) ->
 
 
 def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | None:
-    """None: launch parameters that are tried do not compile."""
+    """Builds a case. Returns None if its launch parameters do not compile."""
     try:
         return build(case, sizes, stacked, target)
     except Exception as error:
@@ -240,7 +241,7 @@ def attempt(case: Case, sizes: Model, stacked: Any, target: Target) -> Built | N
 
 
 def make_weights(sizes: Model, name: str) -> ExpertWeights:
-    """Of some layers [layers, experts, ...]; inputs of quantised ones are whole tiles."""
+    """Returns weights [layers, experts, ...]. Inputs of quantised weights are padded to tiles."""
 
     def one(seed: int, out: int, depth: int) -> Any:
         @jax.jit
@@ -265,7 +266,7 @@ def make_weights(sizes: Model, name: str) -> ExpertWeights:
 
 
 def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> Built:
-    """A program of several layers, each of which reads what the one before it made."""
+    """Compiles a program of several layers. Each layer reads the output of the layer before it."""
     layers = 4 if case.rows >= MANY else 16
     keys = jax.random.split(jax.random.key(case.rows), 2)
     x = jax.random.normal(keys[0], (case.rows, sizes.embed), jnp.bfloat16)
@@ -312,7 +313,8 @@ def sparse_layers(
 
 
 def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
-    """So many experts' weights as one of as many bytes, layer by layer; its values mean nothing."""
+    """Returns the weights of `count` experts as one dense weight per layer. Its values mean
+    nothing."""
 
     def rows(leaf: Any) -> Any:  # [layers, experts, out tiles, ...]
         return leaf[:, :count].reshape(LAYERS, -1, *leaf.shape[3:])
@@ -338,7 +340,7 @@ def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Ta
 
 
 def profile(built: Built) -> dict[str, float]:
-    """Microseconds of each kernel in a layer."""
+    """Returns the microseconds per layer of each kernel."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for each in kernel_runs(lambda: built.program(*built.args)):
         times[each.name].append(each.us)

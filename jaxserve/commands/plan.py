@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The results of a start with the same flags. Sizes are in bytes."""
+    """The sizes that a start with the same flags would choose, in bytes."""
 
     gpu: str
     memory: int
@@ -90,7 +90,7 @@ def plan(options: Options) -> int:
     """Prints the estimate. Returns the exit status. Errors are one line on stderr."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # do not use a GPU of this machine
     prepare(options.gpu_memory_utilization)
-    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the estimate has what a start logs
+    logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the estimate has the same figures
     try:
         found = estimate(options)
     except (ConfigError, CheckpointError, OSError) as error:
@@ -150,7 +150,7 @@ def gpu_of(options: Options, flag: str = "--gpu") -> Gpu:
 
 
 def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
-    """Runs the part of a start before weights are read, for a device with the GPU's figures.
+    """Plans a start on a simulated device with the GPU's figures. Reads no weights.
 
     Raises:
       ConfigError: a start would fail, or --model is neither a named model nor a folder.
@@ -180,7 +180,7 @@ def engine_plan(options: Options, gpu: Gpu) -> EnginePlan:
 
 
 def _per_token(planned: EnginePlan) -> int:
-    """Bytes of keys and values of a token in all layers, with those of a head."""
+    """Returns the bytes of keys and values per token in all layers, including a draft head's."""
     from jaxserve.runner import kv_cache
 
     config = planned.config
@@ -189,7 +189,7 @@ def _per_token(planned: EnginePlan) -> int:
 
 
 def _state_bytes(planned: EnginePlan) -> int:
-    """Bytes of the state of recurrent layers of one sequence, or in one snapshot."""
+    """Returns the bytes of recurrent state per sequence or snapshot."""
     from jaxserve.models.delta_net import abstract_state
     from jaxserve.startup.memory import tree_bytes
 
@@ -197,9 +197,11 @@ def _state_bytes(planned: EnginePlan) -> int:
 
 
 def _read_weights(planned: EnginePlan, rows: int) -> int:
-    """Returns the bytes of weights that a decode step of few sequences reads. Excludes fp8 copies.
-    Counts only the used rows of an embedding that is not the output matrix, and only the experts
-    that some sequence uses, if each chooses at random."""
+    """Returns the bytes of weights that a decode step of few sequences reads.
+
+    Excludes fp8 copies and an embedding that is not the output matrix, of which a step reads few
+    rows. Counts the expected number of used experts, if each sequence chooses at random.
+    """
     from jaxserve.models.layer_weights import Experts
     from jaxserve.startup.memory import tree_bytes
 
@@ -216,7 +218,7 @@ def _read_weights(planned: EnginePlan, rows: int) -> int:
 
 
 def _nodes(tree: Any, kind: type) -> list[Any]:
-    """Returns the nodes of a kind in a tree."""
+    """Returns all nodes of a type in a tree."""
     import jax
 
     found = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))

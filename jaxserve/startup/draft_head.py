@@ -1,4 +1,4 @@
-"""The draft head, or the draft model, that --speculative-config names."""
+"""Plans the draft head or draft model that --speculative-config names."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_checkpoints.resolve import resolve_model
 
 _HEAD_KEYS = {"speculators_model_type", "dflash_config", "draft_vocab_size"}
-"""Of config.json. No whole model has one."""
+"""Keys of config.json that only draft heads have."""
 
 
 class PlannedHead(NamedTuple):
-    """A head that steps can run, before its weights are read."""
+    """A draft head or draft model whose weights are not read yet."""
 
     spec: DraftSpec
     abstract: HeadParams
     load: Callable[[], HeadParams]
-    """Puts the weights on the device. CheckpointError: a file cannot be read."""
+    """Loads the weights to the device. Raises CheckpointError if a file cannot be read."""
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of its weights."""
         return memory.tree_bytes(self.abstract)
 
 
@@ -54,15 +54,16 @@ def plan_head(
     *,
     stacked: bool,
 ) -> PlannedHead | None:
-    """Returns the head or the draft model that the flags name; None if they name none.
+    """Returns the draft head or draft model that the flags name; None if they name none.
 
     Args:
-      source: the target, with its `weights`.
+      source: the target model.
+      weights: the target's weights.
       stacked: see `decoder.Params`.
 
     Raises:
-      ConfigError: it cannot draft for this model, or not beside these flags.
-      CheckpointError: there is no such model, or its tensors are not those of its config.json.
+      ConfigError: it cannot draft for this model, or not with these flags.
+      CheckpointError: it does not exist, or its tensors do not match its config.json.
     """
     chosen = options.speculative_config
     if chosen is None or not (chosen.model or chosen.native):
@@ -90,7 +91,7 @@ def plan_head(
 def _plan_native(
     weights: WeightPlan, target: ModelSpec, drafts: int, dtype: DTypeLike
 ) -> PlannedHead:
-    """Returns the head in the model's own checkpoint. Errors as in `plan_head`."""
+    """Returns the head in the model's own checkpoint. Raises as `plan_head`."""
     body, checkpoint = registry.mtp_body(target), weights.checkpoint
     if body is None:
         raise ConfigError(
@@ -123,7 +124,7 @@ def _plan_model(
     *,
     stacked: bool,
 ) -> PlannedHead:
-    """Returns a draft model. Errors as in `plan_head`."""
+    """Returns a draft model. Raises as `plan_head`."""
     body = registry.spec_of(config)
     if problems := _problems(folder, body, source):
         raise ConfigError(f"--speculative-config: {folder}: {'; '.join(problems)}")
@@ -138,13 +139,13 @@ def _plan_model(
 
 
 def is_model(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json is of a whole model of a known family."""
+    """Returns whether a config.json describes a complete model of a known family."""
     known = set(config.get("architectures") or []) & set(registry.ARCHITECTURES)
     return bool(known) and not _HEAD_KEYS & set(config)
 
 
 def _problems(folder: Path, body: ModelSpec, source: ModelSource) -> list[str]:
-    """Returns why a model cannot draft for the target; nothing if it can."""
+    """Returns the reasons why a model cannot draft for the target; empty if it can."""
     found: list[str] = []
     target = source.spec
     if body.state is not None or [group.window for group in body.cache_groups] != [None]:
@@ -162,8 +163,8 @@ def _problems(folder: Path, body: ModelSpec, source: ModelSource) -> list[str]:
 
 
 def _other_token(folder: Path, target: Path) -> str:
-    """Returns what is different about the tokens of two models' folders; nothing if a file is
-    missing."""
+    """Describes the first token that differs between two models' folders. Returns "" if none does
+    or a tokenizer.json is missing."""
     files = [each / "tokenizer.json" for each in (folder, target)]
     if not all(file.is_file() for file in files):
         return ""

@@ -44,7 +44,7 @@ from jaxserve_kernels.target import Target
 log = logging.getLogger(__name__)
 
 _CPU_TILE, _CPU_WHOLE_TILE = 64, 16
-"""Query tile sizes on a CPU; the second where every place of a tile is computed."""
+"""Query tile sizes on a CPU. The second is for KV formats that compute whole tiles."""
 _GPU_MAX_ITL_MS, _CPU_MAX_ITL_MS = 50.0, 1000.0
 
 
@@ -74,11 +74,11 @@ class EnginePlan:
 
     @property
     def step_times_file(self) -> Path:
-        """The file of measured step times, stored beside the programs that they belong to."""
+        """The file of measured step times, stored beside the programs."""
         return self.cache.folder / "step_times.json"
 
     def memory(self, temporaries: int) -> MemoryPlan:
-        """Returns the bytes of device memory by use. `temporaries`: scratch of the largest step."""
+        """Returns the device memory by use. `temporaries`: scratch bytes of the largest step."""
         config = self.config
         rows, columns = config.sequences_shape
         results = 2 * 4 * math.prod(config.results_shape)  # one written, one read
@@ -102,7 +102,7 @@ class EnginePlan:
 
 
 def plan_engine(options: Options, source: ModelSource, device: Any = None) -> EnginePlan:
-    """Plan shapes, memory and programs. Serving and `jaxserve precompile` share this.
+    """Plans shapes, memory and programs, for serving and for `jaxserve precompile`.
 
     Args:
       device: an object with the attributes of a jax device; None: the process's first device.
@@ -111,7 +111,7 @@ def plan_engine(options: Options, source: ModelSource, device: Any = None) -> En
       ConfigError: settings contradict each other, or memory is too small. The message has the
         numbers.
     """
-    # XLA's cache would be a second one; what a CPU takes from it cannot be serialised again.
+    # jaxserve has its own cache. On a CPU, programs from JAX's cache cannot be serialised again.
     jax.config.update("jax_enable_compilation_cache", False)
     device = device or jax.devices()[0]
     gpu = device.platform == "gpu"
@@ -218,7 +218,7 @@ def _runner_config(
 
 
 def _with_state(scheduler: SchedulerConfig, room: Room, fit: Fit) -> SchedulerConfig:
-    """Returns the settings for a model with recurrent layers, and logs what their state takes."""
+    """Returns the settings for a model with recurrent layers, and logs their state's size."""
     log.info(
         "recurrent layers keep %s of state for %d sequences, and %s in %d snapshots for the prefix "
         "cache",
@@ -240,16 +240,16 @@ def _cpu_tile(kv_format: KVFormat) -> int:
 
 
 def _device_limit(device: Any) -> int:
-    """Returns the device memory of the process. An allocator without statistics takes a share of
-    the card."""
+    """Returns the bytes of device memory for the process: the allocator's limit, or a share of the
+    card if the allocator reports none."""
     return memory.device_limit(device, int(memory_share() * gpu_driver.total_memory()))
 
 
 def _with_fp8_copy(
     options: Options, weights: WeightPlan, left_beside: Callable[[int], int], *, pays: bool
 ) -> WeightPlan:
-    """Returns the weights with fp8 copies where --fp8-copy asks for them. `auto` copies if it
-    `pays` and memory is left.
+    """Returns the weights, with fp8 copies if --fp8-copy asks for them. `auto` makes copies if
+    they pay (`pays`) and memory is left.
 
     Raises:
       ConfigError: --fp8-copy is on and no weight has 4 bits.

@@ -152,13 +152,15 @@ def _ring(groups: list[list[RingArray]], slots: int) -> Ring:
 
 
 def _wake() -> None:
-    """Does nothing: the engine polls in each turn, and between turns while it waits for copies."""
+    """Does nothing: the engine polls in each turn, and also while it waits for copies."""
 
 
 def fingerprint(options: Options, source: ModelSource, config: RunnerConfig, runner: Runner) -> str:
-    """Returns what the meaning of a page's bytes depends on beside its tokens: weights, by the
-    names, sizes and times of their files; scales; layout; what drafts; this version of
-    jaxserve."""
+    """Returns a JSON text of all settings on which a page's bytes depend besides its tokens.
+
+    These are the weights (names, sizes and times of their files), the scales, the page layout, the
+    draft model and the version of jaxserve.
+    """
     scales = runner.kv_scales
     pairs = zip(config.layouts, config.kv_shapes, strict=True)
     shapes = [layout.page_shapes(shape, config.dtype) for layout, shape in pairs]

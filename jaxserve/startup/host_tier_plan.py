@@ -64,9 +64,9 @@ def plan_rings(
     """Returns the sizes of the rings, if there is a tier, and their bytes on the device.
 
     Args:
-      layouts, shapes: of the caches of all groups; their numbers of pages do not matter.
-      step_pages: that the longest step computes, of each group.
-      state: of recurrent layers, abstract. All of a snapshot's pieces fit the rings at once.
+      layouts, shapes: the caches of all groups. Their numbers of pages do not matter.
+      step_pages: pages per group that the longest step computes.
+      state: abstract state of recurrent layers. The rings hold all pieces of a snapshot at once.
     """
     if options.kv_offload_size is None:
         return None, 0
@@ -82,10 +82,11 @@ def plan_rings(
 
 
 def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
-    """Returns the size of the tier that the flags ask for, None without one.
+    """Returns the sizes of the tier that the flags ask for; None without a tier.
 
     Raises:
-      ConfigError: it holds less than one sequence.
+      ConfigError: it holds too few pages, or the device has no memory for snapshots of recurrent
+        state.
     """
     rings, size = config.rings, options.kv_offload_size
     if rings is None or size is None:

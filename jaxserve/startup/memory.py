@@ -48,7 +48,7 @@ class MemoryPlan:
         return self.limit - self.weights - self.kv_cache - self.state - self.temporaries
 
     def check(self) -> None:
-        """Raise ConfigError, with the numbers, if the sum is above the limit."""
+        """Raises ConfigError, with the numbers, if the sum is above the limit."""
         if self.headroom < 0:
             raise ConfigError(f"too little memory: {self}; lower --kv-cache-memory-bytes")
 
@@ -62,8 +62,8 @@ class MemoryPlan:
 
 
 def is_exhausted(error: Exception) -> bool:
-    """Returns whether an error of XLA or the driver means that device memory ran out. It has no
-    type of its own."""
+    """Returns whether an error of XLA or the driver means that device memory ran out. The message
+    tells, because the error has no type of its own."""
     return any(name in str(error) for name in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"))
 
 
@@ -102,8 +102,8 @@ def plan_gpu_cache(
     chunk_context: int = 0,
     unpacked: int = 0,
 ) -> int:
-    """Returns the bytes left for the KV cache by weights, the steps' estimated scratch memory and a
-    reserve.
+    """Returns the bytes left for the KV cache after weights, the steps' estimated scratch memory
+    and a reserve.
 
     The result must not vary between starts, because programs depend on it.
 
@@ -126,7 +126,7 @@ def plan_gpu_cache(
     token = (max(4 * spec.ffn, pairs) + 4 * spec.q_size + 8 * spec.embed) * itemsize
     scores = spec.vocab_size * 4 * 4
     verified = max((rows * positions for rows, positions in buckets.verify), default=0)
-    # Each position of a verify step has tables, as slots have, and leaves what states take of it.
+    # Each position of a verify step has its own tables, and inputs to update recurrent state.
     own = spec.vocab_size * 2 * 4 + input_bytes(spec, itemsize)
     tables = slot_tables.num_bytes(slot_tables.abstract(rows, spec.vocab_size))
     expanded = chunk_context * spec.kv_bytes_per_token(itemsize) // spec.num_paged_layers
@@ -148,7 +148,7 @@ def affords_copy(size: int, left: int, given: int | None) -> bool:
 
 
 def check_host_memory(weights: int, cache: int) -> None:
-    """Raise ConfigError, with the numbers, if host memory does not hold weights and KV cache."""
+    """Raises ConfigError, with the numbers, if weights and KV cache exceed free host memory."""
     available = host_memory.available()
     if weights + cache + _HOST_RESERVE > available:
         raise ConfigError(
@@ -159,7 +159,7 @@ def check_host_memory(weights: int, cache: int) -> None:
 
 
 def in_words(count: int) -> str:
-    """Formats bytes for people: three digits and a unit."""
+    """Formats a number of bytes for people, such as "1.5 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             value = count / size

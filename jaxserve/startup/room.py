@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 512 * 2**20
 
 _TOKENS_EACH = 512
-"""The least KV cache per sequence, in tokens, if no flag sets the number of sequences; also the
-shortest context that is chosen."""
+"""The smallest KV cache per sequence, in tokens, if no flag sets the number of sequences. Also the
+shortest context that `Room.fit` chooses."""
 
 _SHARE = 1 / 2
-"""The smallest KV cache, as a share of the one with a single sequence. Memory that a format keeps
-per sequence takes the rest."""
+"""The smallest KV cache, as a share of the cache with the fewest sequences. Memory per sequence may
+take the rest."""
 
 
 _SNAPSHOT_SHARE = 1 / 4
-"""The most that snapshots of recurrent state take of the KV cache's memory."""
+"""The largest share of the KV cache's memory for snapshots of recurrent state."""
 _SNAPSHOTS_EACH = 16
 """The most snapshots per sequence."""
 
@@ -48,16 +48,16 @@ class Fit(NamedTuple):
     budget: int
     """Bytes of keys and values."""
     snapshots: int = 0
-    """Of the state of recurrent layers."""
+    """Number of snapshots of recurrent state."""
 
 
 class Held(NamedTuple):
-    """How much a KV cache holds, in tokens."""
+    """Capacity of a KV cache, in tokens."""
 
     tokens: int
-    """Of all sequences together."""
+    """All sequences together."""
     longest: int
-    """Of one sequence."""
+    """One sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,17 @@ class Room:
     limit: int
     """Bytes of device memory that the process may use."""
     given: int | None
-    """Bytes of the KV cache, with the state of recurrent layers, given by a flag."""
+    """Bytes of the KV cache and recurrent state, if a flag sets them."""
     beside: int = 0
-    """Bytes of the device that something else than weights, steps and cache takes."""
+    """Device bytes for other uses than weights, steps and cache, such as a draft head and rings."""
     caches_prefixes: bool = True
     """Whether a model with recurrent layers gets snapshots of their state."""
     quantized: bool = False
     """Whether the weights are quantised."""
     unpacks: bool = False
-    """Whether products of many tokens unpack quantised weights first."""
+    """Whether products of many tokens unpack whole quantised weights first."""
     draft: DraftSpec | None = None
-    """What drafts, and has keys and values for each page."""
+    """The draft head or model. Its keys and values take memory in each page."""
 
     def left(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
         """Returns the bytes for the KV cache beside `weights` bytes, ignoring `given`.
@@ -109,7 +109,7 @@ class Room:
 
     @property
     def _unpacked(self) -> int:
-        """Bytes of the gate and up matrix, a dense layer's largest weight, or of one expert's."""
+        """Bytes of the largest unpacked weight: the gate and up matrix of a layer or an expert."""
         experts = self.spec.experts
         size = (
             2
@@ -166,7 +166,7 @@ class Room:
         return max(pages * self.page_size, min(_TOKENS_EACH, most))
 
     def _holds(self, weights: int, buckets: Buckets, max_model_len: int) -> Held:
-        """Returns how much the KV cache holds."""
+        """Returns the capacity of the KV cache."""
         budget = self._budget(weights, buckets, max_model_len)
         spec, demand = self.spec.within(max_model_len), self.demand(buckets, max_model_len)
         groups = kv_cache.sized_groups(spec, self.page_size, buckets.decode[-1], self.draft)
@@ -177,11 +177,11 @@ class Room:
         return Held(cache.usable_tokens, cache.longest)
 
     def demand(self, buckets: Buckets, max_model_len: int) -> kv_cache.Demand:
-        """Returns what sequences may ask of the KV cache."""
+        """Returns the limits of sequences from which the KV cache is sized."""
         return kv_cache.Demand(max_model_len, buckets.decode[-1], buckets.prefill[-1])
 
     def _budget(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
-        """Returns the bytes of keys and values beside the state of recurrent layers."""
+        """Returns the bytes for keys and values, without recurrent state."""
         left = self._left_or_given(weights, buckets, max_model_len)
         snapshots = self.snapshots(weights, buckets, max_model_len)
         return max(left - self.state_bytes(buckets, snapshots), 0)
@@ -191,7 +191,7 @@ class Room:
         return self.left(weights, buckets, max_model_len) if left is None else left
 
     def snapshots(self, weights: int, buckets: Buckets, max_model_len: int) -> int:
-        """Returns how many snapshots of recurrent state the prefix cache keeps."""
+        """Returns the number of snapshots of recurrent state in the prefix cache."""
         if self.spec.state is None or not self.caches_prefixes:
             return 0
         one = memory.tree_bytes(abstract_state(self.spec, self.dtype, 1))
@@ -199,16 +199,15 @@ class Room:
         return min(int(max(left, 0) * _SNAPSHOT_SHARE) // one, _SNAPSHOTS_EACH * buckets.decode[-1])
 
     def state_bytes(self, buckets: Buckets, snapshots: int = 0) -> int:
-        """Returns the bytes of the state of recurrent layers, with that of the padding slot and of
-        snapshots."""
+        """Returns the bytes of recurrent state, including the padding slot and snapshots."""
         slots = buckets.decode[-1] + 1 + snapshots
         return memory.tree_bytes(abstract_state(self.spec, self.dtype, slots))
 
     def report(self, fit: Fit, weights: int, choices: Sequence[Buckets], *, chosen: bool) -> None:
-        """Log what is less than the model and a large device allow.
+        """Logs limits below those of the model or of a larger device.
 
         Args:
-          chosen: the context was chosen, not given by a flag.
+          chosen: whether `fit` chose the context, rather than a flag.
         """
         sequences = fit.buckets.decode[-1]
         if sequences < choices[0].decode[-1]:

@@ -1,4 +1,4 @@
-"""For how many tokens experts are multiplied by which kernel, and how it is launched."""
+"""Selects the kernel of an experts layer by the number of tokens, and its launch parameters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Limits(NamedTuple):
 
 
 def limits_of(target: Target) -> Limits:
-    """What was measured on the nearest card."""
+    """Returns the limits measured on the nearest card."""
     return tables.limits("experts", Limits, target)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Of one product: a program takes `rows` of an expert's weight and up to `tokens` of its
-    tokens, `depth` inputs at a time."""
+    """Launch parameters of one product. A program multiplies `rows` rows of an expert's weight with
+    up to `tokens` of its tokens, `depth` inputs per iteration."""
 
     rows: int = 64
     tokens: int = 16
@@ -40,30 +40,31 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 4
     ahead: int = 0
-    """So many programs for each multiprocessor have codes brought to the L2 cache while earlier
-    kernels run (PDL). Those of gate and up guess their experts, those of down know them."""
+    """Programs per multiprocessor that prefetch codes to the L2 cache while earlier kernels run
+    (PDL). In the gate and up product they guess their experts; in the down product they know
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How both products are launched."""
+    """Launch parameters of both products."""
 
     gate_up: Launch
     down: Launch
     parts: bool
-    """A token's experts are added by the reader, in float32; else they are rounded and added in a
-    pass of their own."""
+    """Whether the kernel that reads the output sums a token's experts, in float32. If not, they are
+    rounded, and a separate pass sums them."""
 
 
 def most_blocks(ids: Array, experts: int, tokens: int) -> int:
-    """Tiles of so many tokens that the pairs `ids` [tokens, k] may need, wherever they go."""
+    """Returns the most tiles of `tokens` tokens that the pairs `ids` [tokens, k] can need."""
     pairs = ids.size
-    alone = min(experts, pairs)  # tiles that need not be full
+    alone = min(experts, pairs)  # tiles that may be partly empty
     return alone + (pairs - alone) // tokens
 
 
 def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Refusal | None:
-    """Whether x [tokens, embed] and ids [tokens, k] take `hopper`."""
+    """Returns why `hopper` cannot take x [tokens, embed] and ids [tokens, k]; None if it can."""
     if target.pdl:
         return Refusal("not with programmatic dependent launch")
     least = limits_of(target).hopper_tokens
@@ -87,7 +88,7 @@ def _not_on_hopper(weight: Any) -> Refusal | None:
 
 
 def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
-    """For x [tokens, embed] and ids [tokens, k]."""
+    """Returns the configuration for x [tokens, embed] and ids [tokens, k], or why none exists."""
     if x.dtype != jnp.bfloat16:
         return Refusal("not in bfloat16")
     found = {name: stacked(getattr(w, name)) for name in ("gate_up", "down")}
@@ -95,7 +96,7 @@ def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config 
     inputs = {"gate_up": x.shape[1], "down": w.width}
     for name, weight in found.items():
         if weight is None:
-            return Refusal(f"no kernel knows the codes of {name}")
+            return Refusal(f"no kernel supports the format of {name}")
         launch = _launch(name, getattr(w, name).shape, inputs[name], ids, weight, target)
         if isinstance(launch, Refusal):
             return launch
@@ -115,7 +116,7 @@ def _launch(
     refusal = unlike(rows, depth, inputs, weight)
     if refusal is not None:
         return refusal
-    each = -(-ids.size // experts)  # tokens of an expert, if all had as many
+    each = -(-ids.size // experts)  # mean tokens per expert
     tokens = 16 if each <= 8 else 32 if each <= 20 else 64 if each <= 48 else 128
     if weight.operand is not None:
         tokens = min(tokens, 64)
@@ -132,7 +133,7 @@ def _launch(
 
 
 _FEW = 8
-"""Tokens up to which a layer's time is that of its launches."""
+"""Up to this many tokens, launches dominate a layer's time."""
 _AHEAD = 4
 
 
@@ -154,7 +155,7 @@ def _unpacks_slowly(weight: Stacked, ids: Array, target: Target) -> bool:
 
 
 def _ahead(name: str, experts: int, ids: Array, weight: Stacked) -> int:
-    """Of gate and up, if nearly every expert has a token: 86 % of them with two pairs for each."""
+    """Gate and up prefetch only if most experts have tokens: 86 % do with two pairs per expert."""
     if weight.operand is None or ids.shape[0] <= _FEW:
         return 0
     return _AHEAD if name == "down" or ids.size >= 2 * experts else 0
@@ -167,15 +168,16 @@ def _depth(depth: int, tokens: int, weight: Stacked) -> int:
 
 
 def _stages(launch: Launch, most: int, weight: Stacked, target: Target) -> int:
-    """As many as fit a program's memory, at most `most`: of one token more, whose programs are too
-    few to keep the memory busy otherwise."""
+    """Returns the stages that fit in a program's shared memory, at most `most`. A single token gets
+    more, because its few programs must keep the memory busy."""
     bits = 16 if weight.operand is None else weight.operand.bits
     stage = launch.depth * (launch.rows * bits // 8 + launch.tokens * 2)
     return max(2, min(most, target.gpu.shared_memory_per_block // stage))
 
 
 def unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | None:
-    """Why no kernel takes a weight of so many rows and inputs, of which tokens have `inputs`."""
+    """Returns why no kernel multiplies a weight [experts, rows, depth] with tokens of `inputs`
+    inputs; None if one does."""
     if rows % 64:
         return Refusal("not whole tiles of 64 rows")
     if weight.operand is None:
@@ -191,5 +193,5 @@ def unlike(rows: int, depth: int, inputs: int, weight: Stacked) -> Refusal | Non
 
 
 def describe(x: Array, _ids: Any, _weights: Any, w: ExpertWeights, *_: Any, **__: Any) -> str:
-    """Sizes, for people."""
+    """Describes the sizes of a call in words."""
     return f"{w.gate_up.shape[0]} experts of {x.shape[-1]} x {w.width}"

@@ -1,4 +1,4 @@
-"""Which tokens and weights the three kernels for few tokens accept: see `routed`."""
+"""Decides whether the three kernels for few tokens accept tokens and weights. See `routed`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxserve_kernels.weights import is_quantized
 def scoring_refuses(
     x: Array, update: Array | None, router: Array, *, target: Target
 ) -> Refusal | None:
-    """Why one kernel cannot compute the norm of x [tokens, embed] and the router's product; None if
-    it can."""
+    """Returns why one kernel cannot compute both the norm of x [tokens, embed] and the router's
+    product; None if it can."""
     if update is None:
         return Refusal("no residual update to add")
     return _unlike_a_decode_step(x, target) or (
@@ -30,7 +30,7 @@ def scoring_refuses(
 def refuses(
     x: Array, scores: Array, w: ExpertWeights, shared: ExpertWeights | None, *, target: Target
 ) -> Refusal | None:
-    """Why `triton_few` cannot compute the experts of x [tokens, embed]; None if it can."""
+    """Returns why `triton_few` cannot compute the experts of x [tokens, embed]; None if it can."""
     refusal = _unlike_a_decode_step(x, target)
     if refusal is not None:
         return refusal
@@ -42,7 +42,7 @@ def refuses(
         weight: Any = getattr(w, name)
         found = stacked(weight)
         if found is None:
-            return Refusal(f"no kernel knows the codes of {name}")
+            return Refusal(f"no kernel supports the format of {name}")
         _, rows, depth = weight.shape
         refusal = unlike(rows, depth, inputs, found)
         if refusal is not None:
@@ -64,7 +64,7 @@ def _unlike_a_decode_step(x: Array, target: Target) -> Refusal | None:
 
 
 def _alike(stack: Any, one: Any) -> bool:
-    """Whether a weight has the same format and shape as each weight of a stack."""
+    """Returns whether a weight has the same format and shape as each weight of a stack."""
     if type(stack) is not type(one) or stack.shape[1:] != one.shape:
         return False
     if is_quantized(one) and (one.reordered is not None or one.operand is None):

@@ -1,5 +1,7 @@
-"""What a warpgroup of `hopper.py` computes: products of its rows of a weight with the tokens
-of a tile, as they are or unpacked in the registers that the tensor cores read."""
+"""The products of one warpgroup of `hopper.py`: its rows of a weight times the tokens of a tile.
+
+Quantised weights are converted in the registers that the tensor cores read.
+"""
 
 from __future__ import annotations
 

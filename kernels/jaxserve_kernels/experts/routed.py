@@ -58,9 +58,9 @@ def routed_experts(
     Args:
       x: [tokens, embed].
       scores: float32 [parts, tokens, rows], from `norm_and_score`.
-      bias: [experts], the router's.
-      shared: the weights of the expert that every token uses (`add_shared_expert`), without an axis
-        of experts. Its score is the column after those of the experts.
+      bias: the router's bias, [experts].
+      shared: weights of the expert that every token uses (`add_shared_expert`), without an axis of
+        experts. Its score is in the last column, after the scores of the experts.
 
     Returns:
       Partial sums [parts, tokens, embed], in float32 or x's dtype.

@@ -1,9 +1,9 @@
-"""Products of tokens with weights that are unpacked in registers, on the way to the tensor cores.
+"""Multiplies tokens with quantised weights that are converted to bfloat16 in registers.
 
-The weight is the left operand: its codes go from memory to shared memory to registers, where a few
-bitwise instructions make bfloat16 numbers of two codes at once, in the order in which the tensor
-cores take them. No number passes through shared memory a second time. Programs share the rows of a
-tile by splitting the input dimension; their float32 partial sums are added by whoever reads them.
+The weight is the left operand. Its codes go from memory to shared memory to registers. There, a few
+bitwise instructions convert two codes at once, in the order that the tensor cores need, so no value
+passes through shared memory twice. Several programs can split the inputs of a tile of rows. The
+kernel that reads the output adds their float32 partial sums.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Codes of weights to bfloat16 numbers in registers: a few bitwise instructions make two at once.
+"""Converts weight codes to bfloat16 in registers, two at once with a few bitwise instructions.
 
-Every function keeps the order of its elements, so it works in whatever layout the codes have.
+Each function keeps the order of elements, so it works with any layout of the codes.
 """
 
 from __future__ import annotations
