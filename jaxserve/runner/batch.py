@@ -21,7 +21,7 @@ from jaxserve.runner import sequence_state
 from jaxserve_kernels.paged_attention import QueryTiles
 
 DECODE_TOKEN = -1
-"""In place of a token id: the slot's last sampled token, which the host may not know yet."""
+"""Stands for the slot's last sampled token, which the host may not know yet."""
 
 ROW_SAMPLES, ROW_LOGPROBS, ROW_MASKED = 1, 2, 4
 """Flags of a row: it samples a token; logprobs are requested; the slot's mask limits the choice."""
@@ -72,7 +72,7 @@ class Bucket:
     tile_size: int
     tiles: int
     decode_rows: int
-    """The most rows of one token in a mixed step."""
+    """The largest number of one-token rows in a mixed step."""
     updates: int
 
     @classmethod
@@ -95,8 +95,8 @@ class Bucket:
     ) -> Bucket:
         """Returns a mixed bucket.
 
-        It has tiles for any split into chunks of at least `chunk_tokens` tokens on average. A chunk
-        leaves at most tile_size - 1 places of its last tile unused.
+        It has enough tiles if chunks have at least `chunk_tokens` tokens on average. A chunk leaves
+        at most tile_size - 1 places of its last tile unused.
         """
         rows, tile_size = min(tokens, max_rows), min(tile_size, tokens)
         chunks = min(rows, max(tokens // chunk_tokens, 1))
@@ -112,7 +112,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """What tells it from others of its kind."""
+        """Identifies the bucket among buckets of its kind."""
         return str(self.tokens)
 
     @property
@@ -148,15 +148,15 @@ class Bucket:
 
 
 class Updates(NamedTuple):
-    """Changes of the sequence state: flat addresses and values, int32 [n] each."""
+    """Updates of the sequence state: flat addresses and values, int32 [n] each."""
 
     addresses: np.ndarray
     values: np.ndarray
 
     @classmethod
     def of(cls, plan: StepPlan, width: int, groups: int = 1) -> Updates:
-        """Returns a plan's changes of a state matrix with `width` columns."""
-        # An address changed twice keeps its last value.
+        """Returns a plan's updates of a state matrix with `width` columns."""
+        # Of two updates of one address, the last one wins.
         last = dict(_updates(plan, width, (width - sequence_state.PAGES) // groups))
         return cls(
             np.fromiter(last.keys(), np.int32, len(last)),
@@ -181,7 +181,7 @@ def _updates(plan: StepPlan, width: int, pages_per_seq: int) -> Iterator[tuple[i
         for column, value in sequence_state.columns(admission.params):
             yield base + column, value
         yield base + sequence_state.PROMPT, admission.num_prompt
-        yield base + sequence_state.HEAD_STATE, 0  # that of the slot's last holder
+        yield base + sequence_state.HEAD_STATE, 0  # forget the previous sequence's
     for slot, position, page, group in plan.pages:
         yield slot * width + sequence_state.PAGES + group * pages_per_seq + position, page
 
@@ -205,13 +205,13 @@ def pack(plan: StepPlan, updates: Updates, bucket: Bucket, padding_slot: int) ->
 
 @cache
 def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
-    """Returns a packed step without rows, the template of all: int32 [bucket.packed_size]."""
+    """Returns a packed step without rows, int32 [bucket.packed_size]. `pack` starts from it."""
     packed = np.zeros(bucket.packed_size, np.int32)
     parts = bucket.unpack(packed)
     packed[: 2 * bucket.updates] = Updates(packed[:0], packed[:0]).padded(bucket.updates)
     for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.decode_slots):
         slots[:] = padding_slot
-    if bucket.kind == "decode":  # token, row and tile i are one
+    if bucket.kind == "decode":  # token i is row i and tile i
         parts.row_last[:] = parts.tile_first[:] = np.arange(bucket.rows)
     packed.flags.writeable = False
     return packed
@@ -308,8 +308,7 @@ def unpack_results(
 
 
 def sampled_of(result: np.ndarray, logprobs: bool) -> Sampled:
-    """Returns what one row of results, int32 [RESULT_COLUMNS], says; no token if its logprob is
-    NaN."""
+    """Decodes a result row, int32 [RESULT_COLUMNS]. With a NaN logprob the result has no token."""
     if np.isnan(result[1:2].view(np.float32))[0]:
         return Sampled(None)
     return Sampled(int(result[0]), _logprobs(result) if logprobs else None)

@@ -1,7 +1,8 @@
-"""What a draft head adds to the steps of its target model.
+"""Runs a draft head, or a draft model, inside the steps of its target model.
 
-Every step stores what the head will see of the tokens that it computes. A verify step ends with a
-pass of the head: its drafts lie on the device before the host knows where the next row begins.
+Every step writes draft cache entries for its tokens, see `remember`. A verify step also ends with a
+pass of the head, see `draft_ahead`. So the next drafts are on the device before the host knows how
+many of the last ones were accepted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def model_of(params: StepParams) -> decoder.Params:
 
 
 def taps_of(draft: DraftSpec | None) -> tuple[int, ...]:
-    """Returns the layers of the target whose states a step keeps for the head."""
+    """Returns the target's layers whose hidden states the head reads."""
     return () if draft is None else draft.taps
 
 
@@ -70,8 +71,16 @@ def finish_rows(
     *,
     target: Target,
 ) -> tuple[Array, Sequence[Array]]:
-    """Returns the hidden states after the final norm of the tokens at `rows`, and what the head
-    reads: `tapped`, or of MTP those states of all tokens."""
+    """Applies the final norm after a mixed step.
+
+    Args:
+      rows: int32 [rows], index of each row's last token.
+      tapped: hidden states [tokens, embed] after each of `taps_of`.
+
+    Returns:
+      The final hidden states [rows, embed] of the tokens at `rows`, and the head's input: `tapped`,
+      or for MTP the final hidden states of all tokens.
+    """
     if not isinstance(draft, MtpDraft):
         return decoder.finish(params, pre_mlp.of(rows), spec, target=target), tapped
     every = decoder.finish(params, pre_mlp, spec, target=target)
@@ -90,15 +99,18 @@ def remember(
     tile_size: int | None,
     target: Target,
 ) -> tuple[Array | None, Array | None]:
-    """Returns the head's cache with what it will see of a step's tokens; and of EAGLE-3 and MTP the
-    states of those [tokens, embed], for `keep`.
+    """Writes draft cache entries for a step's tokens.
 
     Args:
-      cache: see `draft_cache`; None without a head.
-      tapped: of MTP the tokens' hidden states after the final norm.
+      cache: the draft cache, see `draft_cache`; None without a head.
+      tapped: the head's input, see `finish_rows`.
       kept: see `DeviceState.draft_states`.
       sequences: see `sequence_state`.
-      tile_size: of the step; None: each token is the next one of its sequence.
+      tile_size: the step's; None for a decode step, with one token per sequence.
+
+    Returns:
+      The draft cache; and for `keep` the tokens' states as the head reads them, [tokens, embed],
+      with EAGLE-3 and MTP only.
     """
     if draft is None:
         return None, None
@@ -153,8 +165,8 @@ def keep(
     slots: Array,
     lengths: Array,
 ) -> tuple[Array | None, Array]:
-    """Returns `DeviceState.draft_states` and the sequence state behind a step, see
-    `entry_step.keep`. `states` is of `remember`."""
+    """Returns `DeviceState.draft_states` and the sequence state after a step, see
+    `entry_step.keep`. `states` comes from `remember`."""
     if not isinstance(draft, Eagle3Draft | MtpDraft):
         return None, sequences
     assert kept is not None and states is not None
@@ -177,19 +189,21 @@ def draft_ahead(
     vocab: int,
     target: Target,
 ) -> tuple[Array, Array, Array]:
-    """Draft what follows the rows' last tokens, with the noise of those positions.
+    """Draft the tokens that follow each row's last token.
+
+    A draft is drawn with the sampling noise of its position, see `drafts.draw`.
 
     Args:
       cache: see `draft_cache`.
-      page_table: of the model's first cache, int32 [slots + 1, pages_per_seq].
-      states: [rows, embed], those of EAGLE-3 and MTP of the tokens before the last ones.
-      rows, adjustments: of one position of each row; that position is not used.
-      most: drafts for each row.
+      page_table: int32 [slots + 1, pages_per_seq], of the model's first cache group.
+      states: EAGLE-3 and MTP only, [rows, embed]: states of the tokens before the last ones.
+      rows, adjustments: one entry per row; `rows.position` is ignored.
+      most: the most drafts per row.
       vocab: only token ids below it are drawn.
 
     Returns:
-      The drafts, int32 [rows, at most `most`], how many of them each row has, int32 [rows], and the
-      cache. They end where the pages do.
+      The drafts, int32 [rows, at most `most`]; the number of valid drafts, int32 [rows]; and the
+      cache. A row gets no drafts beyond its pages.
     """
 
     def choose(scores: Array, number: int) -> Array:
@@ -225,7 +239,7 @@ def _draft_block(
     most: int,
     target: Target,
 ) -> tuple[Array, Array, Array]:
-    """Draft a block behind the rows' last tokens, as `entry_step.draft_tokens`."""
+    """Draft a block after each row's last token. Returns the same as `draft_ahead`."""
     assert isinstance(params.head, BlockParams)
     size, skipped = page_size(cache), 0 if draft.predicts_next else 1
     count = jnp.clip(ends.held - ends.position, 0, draft.block)

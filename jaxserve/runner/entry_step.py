@@ -1,9 +1,10 @@
-"""What a head whose entries need the token after them adds to the steps: EAGLE-3, and MTP.
+"""Runs EAGLE-3 and MTP heads, whose cache entries need the next token, inside the steps.
 
-The entry at position i needs the state there and the token after it. So a step computes with each
-token the entry before that. The state of each sequence's newest token stays on the device for the
-step after. `sequence_state.HEAD_STATE` says whose it is: behind a cached prefix there is none, and
-the prefix's last entry remains that of whoever computed the prefix and went on.
+The entry at position i needs the hidden state at i and the token at i + 1. So a step writes, for
+each of its tokens, the entry of the position before. The hidden state of each sequence's newest
+token stays on the device for the next step; `sequence_state.HEAD_STATE` holds its position plus 1.
+After a cached prefix there is no such state. The last entry of the prefix is then the one of the
+sequence that computed the prefix.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from jaxserve_kernels.kv_format import page_size
 
 
 class EntryHead(NamedTuple):
-    """What steps ask of a head. Entries come as their places with the ids of the tokens after them,
-    and the states at their positions [tokens, embed]."""
+    """The functions of a head. They take entries as places with the ids of the next tokens, and the
+    hidden states at the entries' positions, [tokens, embed]."""
 
     store: Callable[[Array, StepTokens, Array], Array]
     """See `eagle3.store`, `mtp.store`."""
     extend: Callable[[Array, StepTokens, Array], tuple[Array, Array, Array]]
     """See `eagle3.extend`, `mtp.extend`; each entry is a query tile."""
     scores: Callable[[Array], Array]
-    """Of the model's tokens [rows, vocab], from hidden states after the final norm."""
+    """Returns scores of the model's tokens, [rows, vocab], from states after the final norm."""
 
 
 def write_entries(
@@ -38,7 +39,7 @@ def write_entries(
     """Returns the head's cache with the entry before each of a step's tokens.
 
     Args:
-      states: [tokens, embed], those of the model that the head reads.
+      states: [tokens, embed], the model's hidden states as the head reads them.
       kept: [slots + 1, embed], see `keep`.
       sequences: see `sequence_state`.
     """
@@ -59,13 +60,17 @@ def write_entries(
 def keep(
     kept: Array, sequences: Array, states: Array, last: Array, slots: Array, lengths: Array
 ) -> tuple[Array, Array]:
-    """Returns the kept states, and the sequence state that says so.
+    """Keeps the hidden state of each row's last token for the next step.
 
     Args:
+      kept: [slots + 1, embed], the states kept so far.
       states: [tokens, embed], of a step.
-      last: int32 [rows], the row's last token among them.
-      slots: int32 [rows]; those of rows without tokens are the padding slot.
-      lengths: int32 [rows], tokens of the sequence up to that one.
+      last: int32 [rows], index of each row's last token in `states`.
+      slots: int32 [rows]; the padding slot for rows without tokens.
+      lengths: int32 [rows], tokens of the sequence up to and including the last one.
+
+    Returns:
+      The kept states, and `sequences` with the new `HEAD_STATE`.
     """
     sequences = sequences.at[slots, HEAD_STATE].set(lengths)
     return kept.at[slots].set(states[last].astype(kept.dtype)), sequences
@@ -81,12 +86,12 @@ def draft_tokens(
     *,
     most: int,
 ) -> tuple[Array, Array, Array]:
-    """Draft one token after the other behind the rows' last tokens.
+    """Draft the tokens after each row's last token, one at a time.
 
     Args:
-      page_table: of the cache, int32 [slots + 1, pages_per_seq].
+      page_table: the draft cache's, int32 [slots + 1, pages_per_seq].
       states: [rows, embed], of the tokens before the last ones.
-      choose: takes scores, float32 [rows, vocab], and the draft's number.
+      choose: takes scores, float32 [rows, vocab], and the draft's number; returns token ids.
 
     Returns:
       See `draft_step.draft_ahead`.

@@ -16,23 +16,24 @@ from jaxserve.runner import draft_cache
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, PageLayout
 
 _WINDOWS = 2
-"""Pages of a group with a window, as a multiple of what all sequences hold there: as many again are
-left for prefixes. More would be taken from the groups that hold whole sequences."""
+"""Pages of a group with a window, as a multiple of the pages that all sequences hold there. The
+second half serves cached prefixes. More pages would shrink the groups that hold whole sequences."""
 
 
 SNAPSHOT_STRIDE = 1024
-"""Tokens of a prompt between two snapshots of recurrent state. One is as large as the keys and
-values of 1,500 to 3,100 tokens in the models that there are."""
+"""Prompt tokens between two snapshots of recurrent state. In the supported models, a snapshot is as
+large as the keys and values of 1,500 to 3,100 tokens."""
 
 
 class Demand(NamedTuple):
-    """What the sequences may ask of the cache."""
+    """The largest demand on the cache."""
 
     max_model_len: int
+    """Tokens of the longest sequence."""
     sequences: int
-    """That run at once."""
+    """Sequences that run at once."""
     step_tokens: int
-    """The most positions that one step computes."""
+    """Positions that the largest step computes."""
 
 
 class SizedGroup(NamedTuple):
@@ -42,10 +43,10 @@ class SizedGroup(NamedTuple):
     """`pages` is ignored."""
     window: int | None = None
     draft: DraftSpec | None = None
-    """What drafts and has keys and values in the group's pages."""
+    """The head or model whose draft entries the group's pages include; None: none."""
 
     def layout(self, kv_format: KVFormat) -> PageLayout:
-        """Returns how its pages lie."""
+        """Returns the layout of the group's pages."""
         return draft_cache.layout(kv_format, self.draft)
 
     def page_bytes(self, kv_format: KVFormat, dtype: DTypeLike) -> int:
@@ -53,12 +54,13 @@ class SizedGroup(NamedTuple):
         return self.layout(kv_format).page_bytes(self.shape, dtype)
 
     def needed(self, demand: Demand) -> int:
-        """Returns the pages of one sequence of `max_model_len` tokens, and the padding page."""
+        """Returns the pages that one sequence of `max_model_len` tokens needs, plus the padding
+        page."""
         group = PagedGroup(num_pages=2, window=self.window)
         return group.pages_of(demand.max_model_len, self.shape.page_size) + 1
 
     def useful(self, demand: Demand) -> int:
-        """Returns how many pages a group with a window can use, if there are groups without."""
+        """Returns the most pages that a group with a window can use beside groups without one."""
         chunks = -(-demand.step_tokens // self.shape.page_size)
         return max(_WINDOWS * demand.sequences * (self.needed(demand) - 1), chunks) + chunks + 1
 
@@ -69,7 +71,7 @@ def sized_groups(
     """Returns the cache groups of a model, in the order of `ModelSpec.cache_groups`.
 
     Args:
-      draft: it has keys and values in the pages of the first group.
+      draft: its entries are part of the first group's pages.
     """
     return [
         SizedGroup(
@@ -89,10 +91,10 @@ def sized_groups(
 
 
 def shapes(spec: ModelSpec, cache: CacheConfig, max_num_seqs: int) -> tuple[CacheShape, ...]:
-    """Returns the shape of each cache group, which a KV format lays out.
+    """Returns the shape of each cache group.
 
     Raises:
-      ConfigError: the cache has other groups than the model.
+      ConfigError: the groups of the cache differ from those of the model.
     """
     groups = sized_groups(spec, cache.page_size, max_num_seqs)
     if [group.window for group in groups] != [group.window for group in cache.groups]:
@@ -108,8 +110,14 @@ def cache_config(
     own_tokens: int = 0,
     snapshots: int = 0,
 ) -> CacheConfig:
-    """Returns a cache with so many pages in each cache group of the model, and with snapshots of
-    recurrent state."""
+    """Returns the configuration of a cache.
+
+    Args:
+      num_pages: pages of each cache group of the model.
+      page_size: tokens per page.
+      own_tokens: see `CacheConfig`.
+      snapshots: snapshots of recurrent state.
+    """
     windows = [group.window for group in spec.cache_groups]
     pairs = zip(num_pages, windows, strict=True)
     first, *further = (PagedGroup(num_pages=pages, window=window) for pages, window in pairs)
@@ -136,8 +144,12 @@ def page_bytes(
 def total_bytes(
     layouts: Sequence[PageLayout], shapes: Sequence[CacheShape], dtype: DTypeLike
 ) -> int:
-    """Returns the bytes of the whole cache, of which each group has a layout and a shape. `dtype`:
-    of activations."""
+    """Returns the bytes of the whole cache.
+
+    Args:
+      layouts, shapes: one per cache group.
+      dtype: of activations.
+    """
     return sum(
         shape.pages * layout.page_bytes(shape, dtype) + layout.fixed_bytes(shape, dtype)
         for layout, shape in zip(layouts, shapes, strict=True)
@@ -151,10 +163,10 @@ def num_pages(
     budget: int,
     demand: Demand,
 ) -> list[int]:
-    """Returns how many pages `budget` bytes hold in each group.
+    """Returns the number of pages of each group that together fit into `budget` bytes.
 
-    All groups get equally many. What a group with a window cannot use goes to those without, if
-    there are any.
+    All groups get the same number. But if some groups have no window, they also get the pages that
+    groups with a window cannot use.
     """
     each = [group.page_bytes(kv_format, dtype) for group in groups]
     left = max(budget - sum(kv_format.fixed_bytes(group.shape, dtype) for group in groups), 0)
@@ -177,7 +189,7 @@ def fit_pages(
     budget: int,
     demand: Demand,
 ) -> list[int]:
-    """Returns as many pages for each group as `budget` bytes hold.
+    """Like `num_pages`, but checks that the longest sequence fits.
 
     Raises:
       ConfigError: not even one sequence of max_model_len tokens fits.

@@ -1,7 +1,7 @@
-"""What a small draft model adds to the steps of its target model.
+"""Runs a small draft model inside the steps of its target model.
 
-It computes each token that the target computes. So its cache holds the same tokens, and whoever
-shares the target's pages shares those of the draft model: see `draft_cache`.
+The draft model computes each token that the target computes. So its cache holds the same tokens,
+and sequences that share pages of the target share the draft part too, see `draft_cache`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def write_tokens(
     """Returns the draft model's cache with a step's tokens.
 
     Args:
-      tokens: with their places in that cache.
-      tile_size: None: each token is the next one of its sequence.
+      tokens: with their places in the draft model's cache.
+      tile_size: None for a decode step, with one token per sequence.
     """
     own = (params, (cache,), tokens, draft.body)
     if tile_size is None:
@@ -54,12 +54,12 @@ def draft_tokens(
     most: int,
     target: Target,
 ) -> tuple[Array, Array, Array]:
-    """Draft one token after the other behind the rows' last tokens.
+    """Draft the tokens after each row's last token, one at a time.
 
     Args:
-      page_table: of the cache, int32 [slots + 1, pages_per_seq].
-      choose: takes scores, float32 [rows, vocab], and the draft's number.
-      vocab: the target's.
+      page_table: the draft cache's, int32 [slots + 1, pages_per_seq].
+      choose: takes scores, float32 [rows, vocab], and the draft's number; returns token ids.
+      vocab: size of the target's vocabulary.
 
     Returns:
       See `draft_step.draft_ahead`.

@@ -18,17 +18,16 @@ from jaxserve.programs.executable_cache import Program
 from jaxserve_kernels.kv_format import CacheShape, PageLayout
 
 NAME = "copy_pages_"
-"""Followed by the number of the cache group."""
+"""Prefix of a program's name; the number of the cache group follows."""
 COPIES = 8
-"""Copies that one call of the program does. It needs scratch memory for a single page."""
+"""Copies per call of the program. A call needs scratch memory for one page only."""
 
 
 def program(layout: PageLayout, shape: CacheShape, dtype: DTypeLike, group: int) -> Program:
-    """Returns the program that applies `pack`'s arrays to the cache of a cache group.
+    """Returns the program that copies pages of a cache group, as packed by `pack`.
 
     Args:
-      layout: of that cache.
-      shape: of that cache.
+      layout, shape: the group's page layout and shape.
       dtype: of activations.
     """
     return Program(
@@ -59,8 +58,8 @@ def copy_pages(kv: Any, pages: Array, *, layout: PageLayout) -> Any:
 
 
 def pack(copies: Sequence[PageCopy]) -> Iterator[NDArray[np.int32]]:
-    """Yields int32 [2, COPIES], sources and targets, until all copies, of one group, are packed.
-    Padding copies the padding page to itself."""
+    """Yields int32 [2, COPIES], sources and targets, until all copies are packed. All copies must
+    belong to one group. Padding copies the padding page to itself."""
     for first in range(0, len(copies), COPIES):
         some = copies[first : first + COPIES]
         packed = np.zeros((2, COPIES), np.int32)

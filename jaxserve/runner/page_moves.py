@@ -1,9 +1,9 @@
-"""Moves of pages between the KV cache and rings, in the order of the steps: `plan.PageMoves`. The
-state of recurrent layers moves in pieces, as pages of one more group: `state_pieces`.
+"""Moves pages between the KV cache and rings, in the order of the steps, see `plan.PageMoves`.
 
-A ring has an array for each array of a cache that has pages, [slots + 1, ...], with all layers of a
-page together. The last slot is padding. Copies between rings and the host are someone else's, who
-needs the rings' addresses: rings never move, but in `PageMover.reset`.
+The state of recurrent layers moves in pieces, as if they were pages of one more group, see
+`state_pieces`. A ring has one array, [slots + 1, ...], for each array of the cache that has pages.
+A slot holds all layers of a page; the last slot is padding. `offload.copier` copies between rings
+and the host. It uses the rings' addresses, which change only in `PageMover.reset`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from jaxserve_kernels.ring_copies import from_ring, to_ring
 from jaxserve_kernels.target import Target
 
 SIZES = (16, 8, 1)
-"""Pages that one call moves. A quarter of them may be padding, which takes as long as others."""
+"""Pages per call, one program each. Up to a quarter may be padding, which takes equally long."""
 
 type Ring = tuple[Array, ...]
 
 
 class Rings(NamedTuple):
-    """Slots of the rings of each cache group, without padding."""
+    """Slots of each cache group's store and load ring, without padding."""
 
     store: int
     load: int
 
 
 class RingArray(NamedTuple):
-    """An array of a ring, [slots, slot_bytes]."""
+    """The memory of one array of a ring: bytes [slots, slot_bytes]."""
 
     address: int
     slot_bytes: int
@@ -57,15 +57,14 @@ def programs(
     *,
     target: Target,
 ) -> list[Program]:
-    """Returns the programs that move pages of each cache group, and the one that makes rings.
+    """Returns the programs that move pages of each cache group, and the program that makes rings.
 
     Args:
-      layouts: of the caches.
-      shapes: of the caches.
+      layouts, shapes: one per cache group.
       dtype: of activations.
-      rings: None: there are none, and no programs.
-      state: of recurrent layers, abstract; its pieces are one more group.
-      target: what they are traced for.
+      rings: ring sizes; None: there are no rings and no programs.
+      state: shapes of the recurrent state, whose pieces form one more group.
+      target: the device that the programs are traced for.
     """
     if rings is None:
         return []
@@ -120,7 +119,7 @@ class _Group(NamedTuple):
     """Abstract."""
     layout: PageLayout | StatePieces
     parts: Sequence[Any]
-    """Shapes and dtypes of a page, with an axis in front."""
+    """Shapes and dtypes of a page's arrays, each with a leading axis of size 1."""
 
 
 def _groups(
@@ -160,10 +159,10 @@ def gather(
       ring: updated in place when donated.
       pairs: int32 [2, moves], pages and slots.
       layout: of the cache, or StatePieces.
-      target: what it is traced for.
+      target: the device that the program is traced for.
 
     Returns:
-      The ring, and an int32 [] that is there when the copies are done.
+      The ring, and a marker, int32 [], that is ready when the copies are done.
     """
     placed = _placed(kv, pairs, layout)
     ring = tuple(
@@ -176,8 +175,8 @@ def gather(
 def scatter(
     kv: Any, ring: Ring, pairs: Array, *, layout: PageLayout | StatePieces, target: Target
 ) -> tuple[Any, Array]:
-    """Copies slots of a ring into pages. As `gather`; the cache is updated in place when donated,
-    and the ring only read."""
+    """Copies slots of a ring into pages. As `gather`, but the cache is updated in place
+    when donated, and the ring is only read. Returns the cache and a marker."""
     placed = _placed(kv, pairs, layout)
     arrays = [
         from_ring(array, part, placed, axis=axis, target=target)
@@ -191,11 +190,11 @@ def _placed(kv: Any, pairs: Array, layout: PageLayout | StatePieces) -> Array:
 
 
 def pack(moves: Sequence[PageMove], slots: int, padding: int = 0) -> Iterator[NDArray[np.int32]]:
-    """Yields int32 [2, one of SIZES], pages and slots, until all moves, of one group, are packed.
-    Padding moves the padding page and the padding slot.
+    """Yields int32 [2, one of SIZES], pages and slots, until all moves are packed. All moves must
+    belong to one group. Padding moves the padding page and the padding slot.
 
     Args:
-      slots: of the group's ring; ring slots count through the rings of all groups.
+      slots: slots of the group's ring. `PageMove.ring_slot` counts through the rings of all groups.
       padding: the padding page.
     """
     left = list(moves)
@@ -220,16 +219,16 @@ class PageMover:
         self._stores: list[Ring] = [tuple(ring) for ring in stores]
         self._loads: list[Ring] = [tuple(ring) for ring in loads]
         self._markers: list[Any] = []
-        """Of what was launched and was not known to be done since."""
+        """Markers of launched programs that may still run."""
         self.on_new_ring: Callable[[], None] = lambda: None
-        """Called when `reset` has put a ring elsewhere."""
+        """Called when `reset` has replaced a ring, which changes its address."""
 
     def store_ring(self) -> list[list[RingArray]]:
-        """Returns the parts of each group's store ring, whose arrays stay where they are."""
+        """Returns the arrays of each group's store ring. Their addresses change only in `reset`."""
         return [_parts(ring) for ring in self._stores]
 
     def load_ring(self) -> list[list[RingArray]]:
-        """The same of the load rings."""
+        """Returns the arrays of each group's load ring. Their addresses never change."""
         return [_parts(ring) for ring in self._loads]
 
     def warm(self, caches: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -250,8 +249,12 @@ class PageMover:
     def move(
         self, caches: tuple[Any, ...], moves: PageMoves
     ) -> tuple[tuple[Any, ...], Callable[[], bool]]:
-        """Launch moves. Returns the caches, and what tells, without waiting, whether all is done;
-        it raises JaxRuntimeError if the device failed to."""
+        """Launch moves.
+
+        Returns:
+          The caches, and a function that returns at once whether all moves are done. It raises
+          JaxRuntimeError if a move failed.
+        """
         self._markers = [marker for marker in self._markers if not marker.is_ready()]
         others = len(self._markers)
         kept = list(caches)
@@ -267,15 +270,14 @@ class PageMover:
         def is_done() -> bool:
             if not all(marker.is_ready() for marker in markers):
                 return False
-            jax.block_until_ready(markers)  # what failed is ready, too
+            jax.block_until_ready(markers)  # raises if a move failed: it is ready, too
             return True
 
-        is_done()  # asked first after later steps are launched, it would wait for those as well
+        is_done()  # a first call after later launches would wait for those, too
         return tuple(kept), is_done
 
     def settle(self) -> None:
-        """Wait until nothing that was launched touches the rings any more. A failure is no news
-        here."""
+        """Wait until no launched program uses the rings any more. Ignores failures."""
         for marker in self._markers:
             _has_failed(marker)
         self._markers = []
@@ -283,9 +285,9 @@ class PageMover:
     def reset(self) -> None:
         """Make the rings usable after a failed step or move.
 
-        What runs is waited for. Load rings are only read, so they are whole, and copies to them may
-        go on. A store ring that a failed program has taken with it is made anew, elsewhere; what
-        the copies from it have brought to the host is worth nothing.
+        Waits for running programs. Programs only read load rings, so these stay valid, and copies
+        to them may go on. A failed program may have lost a store ring: it is replaced by a new one
+        at another address. Data that was copied from the lost ring is invalid.
         """
         self.settle()
         lost = [number for number, ring in enumerate(self._stores) if any(map(_has_failed, ring))]
@@ -308,7 +310,7 @@ class PageMover:
 
 
 def _has_failed(array: Array) -> bool:
-    """Waits for an array. Returns whether it has no content."""
+    """Waits for an array. Returns whether its content is lost."""
     if array.is_deleted():
         return True
     try:

@@ -42,18 +42,19 @@ from jaxserve_kernels.sampler import SlotTables
 from jaxserve_kernels.target import Target
 
 FLUSH_UPDATES = 4096
-"""State changes that one call of the flush program holds."""
+"""State updates per call of the flush program."""
 
 _MIXED_EXTRA_UPDATES = 256
-"""State changes of a mixed step beyond one per row and one per row and cache group: page tables of
-a few new sequences."""
+"""Extra state updates of a mixed step, for the page tables of a few new sequences. Each row has one
+update of its own and one per cache group."""
 
 _CHUNK_TOKENS = 8
-"""Smallest mean chunk, in tokens, for which buckets have tiles. A step with shorter chunks may need
-a larger bucket. Unused tiles cost time, and tiles for any split would mostly be unused."""
+"""Smallest mean chunk length, in tokens, that a bucket has enough tiles for. A step with shorter
+chunks may need a larger bucket. Tiles for every possible split would mostly stay unused, and unused
+tiles cost time."""
 
 LARGEST_MAGNITUDES = "kv_largest_"
-"""Followed by the number of the cache group."""
+"""Prefix of a program's name; the number of the cache group follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,11 @@ class RunnerConfig:
     """Query tokens of one sequence that attention processes together."""
     kv_format: KVFormat = AUTO
     target: Target = field(default_factory=Target.here)
-    """What the steps are traced for."""
+    """The device that the steps are traced for."""
     draft: DraftSpec | None = None
-    """A head that drafts in verify steps."""
+    """The head or model that drafts in verify steps; None: none."""
     rings: Rings | None = None
-    """Rings of a tier below the device; None: there is none."""
+    """Rings for moves to and from a lower tier; None: there is no lower tier."""
 
     def __post_init__(self) -> None:
         block = 1 if self.spec.state is None else self.spec.state.delta_net.block
@@ -98,29 +99,30 @@ class RunnerConfig:
 
     @property
     def num_groups(self) -> int:
-        """Cache groups."""
+        """The number of cache groups."""
         return len(self.cache.groups)
 
     @property
     def kv_shapes(self) -> tuple[CacheShape, ...]:
-        """Of each cache group."""
+        """The shape of each cache group."""
         return kv_cache.shapes(self.spec, self.cache, self.scheduler.max_num_seqs)
 
     @property
     def layouts(self) -> tuple[PageLayout, ...]:
-        """How the pages of each cache group lie."""
+        """The page layout of each cache group. Pages of the first group include draft entries."""
         first = draft_cache.layout(self.kv_format, self.draft)
         return first, *(self.kv_format for _ in self.cache.further)
 
     @property
     def recurrent_state(self) -> RecurrentState | None:
-        """Abstract; None if the model has no recurrent layers."""
+        """Shapes and dtypes of the recurrent state; None if no layer is recurrent."""
         slots = self.scheduler.max_num_seqs + 1 + self.cache.snapshots
         return abstract_state(self.spec, self.dtype, slots)
 
     @property
     def padding_pages(self) -> tuple[int, ...]:
-        """Of each cache group, and of the state of recurrent layers as the last one."""
+        """The padding page of each cache group, then the padding piece of the recurrent state, if
+        the model has one (see `state_pieces`)."""
         pieces = (
             () if self.spec.state is None else (self.padding_slot * len(self.spec.state.layers),)
         )
@@ -128,7 +130,7 @@ class RunnerConfig:
 
     @property
     def caches(self) -> Caches:
-        """Abstract."""
+        """Shapes and dtypes of the caches and the recurrent state."""
         own = self.recurrent_state
         paged = tuple(self.kv_format.abstract(each, self.dtype) for each in self.kv_shapes)
         return paged if own is None else (*paged, own)
@@ -140,35 +142,35 @@ class RunnerConfig:
 
     @property
     def tables(self) -> SlotTables:
-        """Abstract."""
+        """Shapes and dtypes of the sampler's tables."""
         return slot_tables.abstract(self.scheduler.max_num_seqs, self.spec.vocab_size)
 
     @property
     def pre_mlp(self) -> decoder.PreMLP:
-        """Abstract."""
+        """Shapes and dtypes of `DeviceState.pre_mlp`."""
         return decoder.abstract_pre_mlp(self.spec, self.dtype, self.buckets.prefill[-1])
 
     @property
     def draft_kv(self) -> Any:
-        """Abstract, see `DeviceState.draft_kv`."""
+        """Shape and dtype of `DeviceState.draft_kv`."""
         return draft_cache.abstract(self.draft, self.kv_shapes[0], self.dtype)
 
     @property
     def draft_states(self) -> Any:
-        """Abstract, see `DeviceState.draft_states`."""
+        """Shape and dtype of `DeviceState.draft_states`."""
         if not isinstance(self.draft, Eagle3Draft | MtpDraft):
             return None
         return _abstract((self.scheduler.max_num_seqs + 1, self.spec.embed), self.dtype)
 
     @property
     def results_shape(self) -> tuple[int, int]:
-        """One row more than any step writes, see `DeviceState.results`."""
+        """Shape of `DeviceState.results`: one row more than the largest step writes."""
         verified = (rows * positions for rows, positions in self.buckets.verify)
         return max([self.scheduler.max_num_seqs, *verified]) + 1, batch.RESULT_COLUMNS
 
     @property
     def verify(self) -> VerifyState | None:
-        """Abstract; None if no bucket verifies."""
+        """Shapes and dtypes of the verify state; None without verify buckets."""
         words = self.tables.masks.shape[1]
         return verify.abstract(self.buckets.verify, self.scheduler.max_num_seqs, words)
 
@@ -177,8 +179,7 @@ class RunnerConfig:
         return self.scheduler.max_num_seqs
 
     def all_buckets(self) -> list[Bucket | VerifyBucket]:
-        """Returns all buckets, of each kind largest first, so that long compilations start
-        early."""
+        """Returns all buckets, the largest of each kind first: it takes longest to compile."""
         mixed = [
             Bucket.mixed(
                 tokens,
@@ -204,7 +205,7 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
 
     Args:
       params: the weights, or a tree of ShapeDtypeStruct.
-      head: those of `config.draft`.
+      head: weights of `config.draft`, or their ShapeDtypeStructs.
     """
     params, head = jax.tree.map(lambda leaf: _abstract(leaf.shape, leaf.dtype), (params, head))
     state = DeviceState(
@@ -298,7 +299,7 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
 
 
 def step_params(params: decoder.Params, head: HeadParams | None) -> StepParams:
-    """Returns the weights that steps take; those of the head if there is one."""
+    """Returns the weights argument of the steps, with the head's weights if there is a head."""
     return params if head is None else WithHead(params, head)
 
 
@@ -311,6 +312,6 @@ def step_name(bucket: Bucket | VerifyBucket) -> str:
 
 
 def _flush(sequences: Array, packed: Array) -> Array:
-    """Applies state changes that do not fit into a step."""
+    """Applies state updates that do not fit into a step's bucket."""
     addresses, values = packed.reshape(2, -1)
     return sequence_state.apply(sequences, addresses, values)

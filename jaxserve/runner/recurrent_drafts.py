@@ -1,9 +1,8 @@
-"""Drafts of a model with recurrent layers, whose state cannot be taken back.
+"""Verify steps of a model with recurrent layers, whose state cannot be rolled back.
 
-The layers of a verify step read the state before it. When it is known how many positions of each
-row are accepted, the state takes those and no others, in the order of plain decoding: it has the
-bits that it would have without drafts. Until then the step keeps what the layers' states take of
-its tokens, and no state but the one that each slot has.
+The layers of a verify step read the old state and do not write it. The step keeps the layers' state
+inputs for all its tokens instead. Once it knows the number of accepted positions, it applies just
+those inputs, in the order of plain decoding. So the state has the same bits as without drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jaxserve_kernels.target import Target
 
 
 def unsettled(kv: Caches) -> Caches:
-    """Returns the caches as a verify step reads them."""
+    """Returns the caches with the recurrent state marked as not to be written yet."""
     own = kv[-1]
     return (*kv[:-1], Unsettled(own)) if isinstance(own, RecurrentState) else kv
 
@@ -48,11 +47,11 @@ def settled(
     padding_slot: int,
     target: Target,
 ) -> Caches:
-    """Returns the caches behind a verify step.
+    """Returns the caches after a verify step.
 
     Args:
-      params: of the model.
-      accepted: int32 [rows], positions that each row computed and keeps.
+      params: the target model's weights.
+      accepted: int32 [rows], number of accepted positions.
     """
     own, step = kv[-1], tokens.recurrent
     if not isinstance(own, Unsettled):

@@ -85,7 +85,9 @@ class Runner:
         observer: StepObserver,
         head: HeadParams | None = None,
     ):
-        """`head`: the weights of `config.draft`, if there is one."""
+        """Args:
+        head: weights of the draft head or draft model `config.draft`; None without one.
+        """
         self._config = config
         self._params, self._head = params, head
         self._abstract = jax.tree.map(_abstract, params)
@@ -114,9 +116,9 @@ class Runner:
         beside it.
 
         Args:
-          executables: those of `programs`, by name.
+          executables: the compiled `programs`, by name.
           progress: called with "warming" and the fraction done.
-          prepare: called once steps can run and before any does; sets the cache's scales.
+          prepare: called once, before the first step runs; it may set the KV cache's scales.
         """
         self._steps = {bucket: executables[step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
@@ -148,7 +150,7 @@ class Runner:
         jax.block_until_ready((scored, self._state))
 
     def temp_bytes(self) -> int:
-        """Returns the scratch memory of the step that needs most, in bytes."""
+        """Returns the largest scratch memory of any step, in bytes."""
         analyses = (step.memory_analysis() for step in self._steps.values())
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
@@ -164,7 +166,7 @@ class Runner:
         """Launch a step. Returns before it runs.
 
         Raises:
-          ValueError: no bucket holds the plan, or a verify row is not as `plan.Verify` asks.
+          ValueError: no bucket holds the plan, or a verify row breaks a rule of `plan.Verify`.
         """
         bucket = self._bucket_for(plan)
         if plan.copies:
@@ -188,12 +190,15 @@ class Runner:
 
     @property
     def mover(self) -> PageMover | None:
-        """What moves pages to and from a tier below the device, if there is one."""
+        """Moves pages to and from a lower tier; None without a lower tier."""
         return self._mover
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
-        """Launch moves, before the next step. Returns before they are done, with what tells
-        whether they are; see `PageMover.move`."""
+        """Launch moves of pages ahead of the next step. Returns before they are done.
+
+        Returns:
+          A function that returns whether the moves are done, see `PageMover.move`.
+        """
         assert self._mover is not None, "there are no rings"
         caches, is_done = self._mover.move(self._pages, moves)
         self._use_pages(caches)
@@ -235,36 +240,37 @@ class Runner:
         return self._params
 
     def use_params(self, params: decoder.Params) -> None:
-        """Compute with other weights from the next step on. No step may be in flight.
+        """Replace the weights. No step may be in flight.
 
         Args:
-          params: of the shapes and dtypes that the programs are compiled for, on the same device.
+          params: must have the shapes and dtypes that the programs were compiled for, and lie on
+            the same device.
 
         Raises:
-          ValueError: names the first array that is of another kind.
+          ValueError: an array has another shape or dtype; the message names the first one.
         """
         check_same(self._abstract, params)
         self._params = params
 
     def drop_params(self) -> None:
-        """Let go of the weights. `use_params` must come before the next step."""
+        """Release the weights. Call `use_params` before the next step."""
         self._params = cast(decoder.Params, None)
 
     def free_state(self) -> None:
-        """Free the KV cache and what else is kept between steps. `reset` allocates it again."""
+        """Free the KV cache and all other device state. `reset` allocates them again."""
         for buffer in jax.tree.leaves(self._state):
             buffer.delete()
         self._free_results.delete()
 
     def use_kv_scales(self, scales: NDArray[np.float32]) -> None:
-        """Set the KV cache's scales, float32 [layers of the model, kv_heads, 2]; see
+        """Set the KV cache's scales: float32 [num_layers, kv_heads, 2], see
         `KVFormat.with_scales`."""
         self._kv_scales = scales
         self._state = self._state._replace(kv=self._scaled(self._state.kv, scales))
 
     @property
     def kv_scales(self) -> NDArray[np.float32] | None:
-        """The scales that were set, see `use_kv_scales`."""
+        """The scales that `use_kv_scales` set; None if it was never called."""
         return self._kv_scales
 
     def _scaled(self, kv: Caches, scales: NDArray[np.float32]) -> Caches:
@@ -275,8 +281,8 @@ class Runner:
         return (*found, *kv[len(caches) :])
 
     def largest_magnitudes(self) -> NDArray[np.float32]:
-        """Returns the largest keys and values in the cache, float32 [layers of the model, kv_heads,
-        2]; see `KVFormat.largest_magnitudes`."""
+        """Returns the largest magnitudes of keys and values in the cache: float32 [num_layers,
+        kv_heads, 2], see `KVFormat.largest_magnitudes`."""
         groups = self._config.spec.cache_groups
         spec = self._config.spec
         found = np.zeros((spec.num_layers, spec.kv_heads, 2), np.float32)
@@ -296,11 +302,11 @@ class Runner:
         raise ValueError(f"no {kind} bucket holds a plan with rows of {lengths} tokens")
 
     def _fresh_state(self) -> tuple[DeviceState, Array]:
-        """Returns the zeroed state and a second array for results, see `_execute`. The verify state
-        is made anew, too."""
+        """Returns the zeroed state and a second results array, see `_execute`. Also resets the
+        verify state."""
         if self._verify is not None:
             self._verify.reset()
-        state = jax.block_until_ready(self._zero_state())  # missing memory is missed here
+        state = jax.block_until_ready(self._zero_state())  # raises here if memory is short
         if self._kv_scales is not None:
             state = state._replace(kv=self._scaled(state.kv, self._kv_scales))
         return state, jax.device_put(np.zeros(self._config.results_shape, np.int32))
@@ -315,7 +321,7 @@ class Runner:
 
     @property
     def _pages(self) -> tuple[Any, ...]:
-        """The caches as whole pages are copied and moved."""
+        """The caches, grouped for copies and moves of whole pages."""
         return draft_cache.joined(self._state.kv, self._state.draft_kv)
 
     def _use_pages(self, caches: tuple[Any, ...]) -> None:
@@ -333,7 +339,7 @@ class Runner:
     def _pack(
         self, plan: StepPlan, updates: Updates, bucket: Bucket | VerifyBucket
     ) -> NDArray[np.int32]:
-        """Returns what the bucket's program takes; masks of verify rows go ahead."""
+        """Returns the packed plan, int32 [bucket.packed_size]. Sends the masks of verify rows."""
         if isinstance(bucket, Bucket):
             return batch.pack(plan, updates, bucket, self._config.padding_slot)
         packed = verify.pack(plan, updates, bucket, self._config.padding_slot)
@@ -368,8 +374,15 @@ class Runner:
 
 
 def check_same(abstract: Any, params: Any) -> None:
-    """Raise ValueError if a tree's arrays differ in shape, dtype or place from the tree of
-    ShapeDtypeStructs `abstract`."""
+    """Compare weights with the ones that the programs were compiled for.
+
+    Args:
+      abstract: the expected tree, of ShapeDtypeStructs.
+      params: the tree of arrays.
+
+    Raises:
+      ValueError: the tree's structure differs, or an array's shape or dtype.
+    """
     expected, found = jax.tree.structure(abstract), jax.tree.structure(params)
     if expected != found:
         raise ValueError(f"the weights have another structure: {found}, needed is {expected}")
@@ -395,8 +408,7 @@ def _warm_calls() -> int:
 
 
 def on_compile(callback: Callable[[], None]) -> None:
-    """Register a callback for every XLA compilation of this process. It runs on the compiling
-    thread."""
+    """Call `callback` after every XLA compilation of this process, on the compiling thread."""
 
     def listener(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":

@@ -3,9 +3,9 @@
     column 0              last sampled token
     columns 1..5          temperature, top_k, top_p, min_p, seed (float32 as their bits)
     column 6              features: which tables of `slot_tables` the sampler reads
-    columns 7..9          presence, frequency and repetition penalty, if a feature
-    column 10             tokens of the prompt
-    column 11             of how many tokens a draft head has the last one's state; 0: of none
+    columns 7..9          presence, frequency and repetition penalty; read only if in use
+    column 10             length of the prompt in tokens
+    column 11             position + 1 of the token whose state is kept for the head; 0: none
     columns PAGES..       page tables of the cache groups, one after the other
 
 A step changes the matrix by a list of (address, value) pairs, which travel in the one small array
@@ -54,7 +54,7 @@ def columns(params: SamplingParams) -> Iterator[tuple[int, int]]:
 
 
 def features(params: SamplingParams) -> int:
-    """Returns flags of the slot tables that the sampler must read for the sequence."""
+    """Returns flags for the slot tables that the sampler must read for the sequence."""
     biased = params.logit_bias or (params.min_tokens and params.stop_token_ids)
     return (
         PENALISED * params.penalised
@@ -64,7 +64,7 @@ def features(params: SamplingParams) -> int:
 
 
 def apply(state: Array, addresses: Array, values: Array) -> Array:
-    """Writes `values` [updates] at flat `addresses` [updates]. Addresses outside are dropped."""
+    """Writes `values` [updates] at flat `addresses` [updates]; drops addresses out of range."""
     flat = state.reshape(-1).at[addresses].set(values, mode="drop", unique_indices=True)
     return flat.reshape(state.shape)
 

@@ -1,4 +1,4 @@
-"""Copies of the state of recurrent layers from slot to slot: snapshots, and back."""
+"""Copies the state of recurrent layers between slots, to take and restore snapshots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from jaxserve_kernels.recurrent_state import RecurrentState
 
 NAME = "copy_states"
 COPIES = 4
-"""Copies that one call of the program does."""
+"""Copies per call of the program."""
 
 
 def programs(state: RecurrentState | None) -> list[Program]:
-    """Returns the program that applies `pack`'s arrays, if there is state (abstract)."""
+    """Returns the program that takes the arrays of `pack`; none without recurrent layers. `state`
+    may be abstract."""
     if state is None:
         return []
     slots = jax.ShapeDtypeStruct((2, COPIES), jnp.int32)

@@ -1,6 +1,6 @@
-"""The state of recurrent layers in pieces, which move between the device and rings as pages do.
+"""Splits the state of recurrent layers into pieces, which move through rings like pages.
 
-A piece is the state of one layer in one slot. Piece `slot * layers + layer` is that of `layer`.
+A piece is the state of one layer in one slot. Its number is `slot * layers + layer`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxserve_kernels.recurrent_state import RecurrentState
 
 @dataclass(frozen=True)
 class StatePieces:
-    """Where pieces lie, as `PageLayout` says it of pages."""
+    """The layout of pieces. It has the methods of `PageLayout` that moves need."""
 
     layers: int
-    """Recurrent layers."""
+    """The number of recurrent layers."""
 
     @classmethod
     def of(cls, state: RecurrentState) -> StatePieces:
@@ -30,7 +30,7 @@ class StatePieces:
         return cls(state.delta.shape[0])
 
     def page_shapes(self, state: RecurrentState) -> list[Any]:
-        """Returns shape and dtype of a piece's arrays, with an axis of 1 in front."""
+        """Returns shapes and dtypes of a piece's arrays, each with a leading axis of size 1."""
         return [jax.ShapeDtypeStruct((1, *leaf.shape[2:]), leaf.dtype) for leaf in state]
 
     def page_bytes(self, state: RecurrentState) -> int:
@@ -39,14 +39,14 @@ class StatePieces:
         return sum(math.prod(part.shape) * jnp.dtype(part.dtype).itemsize for part in each)
 
     def page_arrays(self, state: RecurrentState) -> list[tuple[Array, int]]:
-        """Returns the arrays of the state with one axis for all pieces, and its number."""
+        """Returns the state's arrays reshaped to have one axis over all pieces, and that axis."""
         return [(leaf.reshape(-1, *leaf.shape[2:]), 0) for leaf in state]
 
     def with_page_arrays(self, state: RecurrentState, arrays: Sequence[Array]) -> RecurrentState:
-        """Returns the state with these in the place of its `page_arrays`."""
+        """Returns the state with its `page_arrays` replaced by `arrays`."""
         pairs = zip(state, arrays, strict=True)
         return RecurrentState(*(array.reshape(leaf.shape) for leaf, array in pairs))
 
     def places(self, state: RecurrentState, pages: Array) -> Array:
-        """Returns where pieces lie on that axis."""
+        """Returns the indices of pieces on the axis of `page_arrays`."""
         return pages % self.layers * state.delta.shape[1] + pages // self.layers

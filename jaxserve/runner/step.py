@@ -45,7 +45,7 @@ class DeviceState(NamedTuple):
     """
 
     kv: Caches
-    """The cache of each cache group, and the state of recurrent layers."""
+    """The cache of each cache group, then the state of recurrent layers, if any."""
     sequences: Array  # int32, see sequence_state
     tables: SlotTables  # see slot_tables
     pre_mlp: decoder.PreMLP
@@ -54,14 +54,14 @@ class DeviceState(NamedTuple):
     results: Array
     """The last step's results: int32 [rows of the largest step + 1, RESULT_COLUMNS], floats as bits
 
-    No step writes the last row. XLA would use an array that a step writes entirely as scratch
-    memory until then.
+    No step writes the last row. If a step overwrote the whole array, XLA would use it as scratch
+    memory first.
     """
     draft_kv: Array | None = None
-    """The cache of what drafts, see `draft_cache`."""
+    """The draft cache, see `draft_cache`; None without a head or draft model."""
     draft_states: Array | None = None
-    """Of EAGLE-3 and MTP [slots + 1, embed]: the state of each sequence's newest computed token,
-    see `sequence_state.HEAD_STATE`."""
+    """EAGLE-3 and MTP only, [slots + 1, embed]: the hidden state of each sequence's newest computed
+    token, see `sequence_state.HEAD_STATE`."""
 
 
 def run_step(
@@ -78,10 +78,10 @@ def run_step(
     """Computes a packed plan.
 
     Args:
-      params: with those of the head, if there is a `draft`.
+      params: the weights; `WithHead` if there is a `draft`.
       packed: int32 [bucket.packed_size].
-      sampled_vocab: only token ids below it are sampled; the rest of the output matrix is
-        padding without tokens.
+      sampled_vocab: only token ids below it are sampled; further rows of the output matrix are
+        padding.
 
     Returns:
       The new state, including the results.
@@ -143,7 +143,7 @@ def overwritten(old: Array, new: Array) -> Array:
 
 
 def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
-    """Returns the tokens' ids, and in each cache group the page and offset of each token's key and
+    """Returns the token ids and, for each cache group, the page and offset of each token's key and
     value."""
     caches = paged(kv)
     groups, page_tokens = len(caches), page_size(caches[0])
@@ -167,10 +167,10 @@ def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
 def _rows(
     inputs: StepInputs, padding_slot: int, prompts: Array | None, block: int
 ) -> RecurrentStep:
-    """Returns where the tokens belong in the state of recurrent layers.
+    """Returns the tokens' places in the state of recurrent layers.
 
     Args:
-      prompts: int32 [slots + 1], tokens of each slot's prompt; None: each token is a row.
+      prompts: int32 [slots + 1], length of each slot's prompt in tokens; None: each token is a row.
       block: see `DeltaNetSpec.block`.
     """
     slots, positions, rows = inputs.token_slots, inputs.token_positions, inputs.row_slots
@@ -180,7 +180,7 @@ def _rows(
 
 
 def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
-    """Returns how each row samples, by its slot's parameters."""
+    """Returns the sampling parameters of each row, read from its slot."""
     slots = inputs.row_slots
 
     def floats(column: int) -> Array:
@@ -198,7 +198,7 @@ def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:
 
 
 def row_adjustments(inputs: StepInputs, sequences: Array) -> RowAdjustments:
-    """Returns what each row changes about its scores, with the tables of its slot."""
+    """Returns the score adjustments of each row: penalties, biases and masks of its slot."""
     slots = inputs.row_slots
     features = sequences[slots, sequence_state.FEATURES]
     masked = (inputs.row_flags & ROW_MASKED) != 0

@@ -1,7 +1,7 @@
-"""Verify steps: their buckets, what the host sends and reads, and what stays on the device.
+"""The host side of verify steps: buckets, packed plans, results, and the state on the device.
 
-What a row computes depends on where the row before it ended, so the host cannot say it. It sends
-drafts and bounds; `verify_step` makes of them the inputs of a mixed step whose chunks are the rows.
+A row begins where the slot's previous row ended, which the host may not know yet. So the host sends
+drafts and bounds. `verify_step` turns them into the inputs of a mixed step with one chunk per row.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from jaxserve.runner import slot_tables
 from jaxserve.runner.batch import Updates, flags_of, sampled_of
 
 NO_TOKEN = -1
-"""In place of a token id: no draft; a position that is not accepted."""
+"""Stands for a token id where there is no draft, or where a position is not accepted."""
 
 ON_DEVICE = -1
-"""In place of a row's first position."""
+"""Stands for a row's first position if only the device knows it."""
 
 EMPTY, SET_MASKS = "verify_state", "set_verify_masks"
-"""The names of programs: one makes the state, the other sends masks."""
+"""Names of the programs that make the state and that send masks."""
 
 
 class VerifyState(NamedTuple):
-    """What stays on the device between verify steps, which alone take it; donated to each."""
+    """Arrays that stay on the device between verify steps. Each verify step takes them as donated
+    input; other steps do not read them."""
 
     lengths: Array
-    """int32 [slots + 1]: where the row after the slot's last verify row begins."""
+    """int32 [slots + 1]: position where the slot's next row begins, after its last verify row."""
     draft_first: Array
-    """int32 [slots + 1]: the position that the first draft is for; 0 without drafts."""
+    """int32 [slots + 1]: position of the first draft; 0 without drafts."""
     drafts: Array
-    """int32 [slots + 1, window]: token ids, NO_TOKEN at the end."""
+    """int32 [slots + 1, window]: token ids, then NO_TOKEN."""
     masks: Array
-    """int32 [positions of the largest step, words]: masks of a step's positions."""
+    """int32 [positions of the largest step, words]: one mask per position of a step."""
 
 
 class VerifyInputs(NamedTuple):
@@ -54,9 +55,9 @@ class VerifyInputs(NamedTuple):
     row_slots: Array  # [rows]
     row_flags: Array  # [rows], as in a mixed step
     row_starts: Array  # [rows]: the first position, or ON_DEVICE
-    row_ends: Array  # [rows]: no position from it on is computed; 0 for padding
-    row_positions: Array  # [rows]: the most positions
-    draft_first: Array  # [rows], as in VerifyState; 0: those on the device
+    row_ends: Array  # [rows]: the row stops before this position; 0 for padding
+    row_positions: Array  # [rows]: largest number of positions
+    draft_first: Array  # [rows], as in VerifyState; 0: use the drafts on the device
     drafts: Array  # [rows, window]
     masked: Array  # [rows, positions]: 1 where `VerifyState.masks` limits the choice
 
@@ -68,7 +69,7 @@ class VerifyBucket:
     kind: ClassVar[str] = "verify"
     rows: int
     positions: int
-    """Of each row."""
+    """Positions per row."""
     window: int
     """Drafts that a slot keeps on the device."""
     updates: int
@@ -79,7 +80,7 @@ class VerifyBucket:
 
     @property
     def label(self) -> str:
-        """What tells it from others of its kind."""
+        """Identifies the bucket among verify buckets."""
         return f"{self.rows}x{self.positions}"
 
     @property
@@ -114,10 +115,11 @@ class VerifyBucket:
 
 
 def buckets(shapes: Sequence[tuple[int, int]], groups: int) -> list[VerifyBucket]:
-    """Returns the buckets of these rows and positions, those of most tokens first.
+    """Returns the verify buckets, the ones with most tokens first.
 
     Args:
-      groups: cache groups, in each of which a row may need two new pages.
+      shapes: (rows, positions) of each bucket.
+      groups: number of cache groups. A row may need two new pages in each.
     """
     window = draft_window(shapes)
     found = [
@@ -128,16 +130,18 @@ def buckets(shapes: Sequence[tuple[int, int]], groups: int) -> list[VerifyBucket
 
 
 def draft_window(shapes: Sequence[tuple[int, int]]) -> int:
-    """Returns how many drafts a slot keeps: as many as follow wherever the row in flight ends."""
+    """Returns the number of drafts that a slot keeps: enough for the next row, wherever the row in
+    flight ends."""
     return 2 * (max((positions for _, positions in shapes), default=1) - 1)
 
 
 def abstract(shapes: Sequence[tuple[int, int]], slots: int, words: int) -> VerifyState | None:
-    """Returns the state's shapes; None if no bucket verifies.
+    """Returns shapes and dtypes of the state; None without verify buckets.
 
     Args:
-      slots: sequences, without the padding slot.
-      words: of a mask, as in `SlotTables.masks`.
+      shapes: (rows, positions) of each verify bucket.
+      slots: number of slots without the padding slot.
+      words: words per mask, as in `SlotTables.masks`.
     """
     if not shapes:
         return None
@@ -154,7 +158,7 @@ def abstract(shapes: Sequence[tuple[int, int]], slots: int, words: int) -> Verif
     )
 
 
-# To the device.
+# From the host to the device.
 
 
 def pack(
@@ -183,7 +187,7 @@ def pack(
 
 
 def _checked(row: Row, window: int) -> Verify:
-    """Returns what a row of a verify plan asks for; a decode row, for its one position."""
+    """Checks and returns `row.verify`. A decode row becomes a row of one position."""
     asked = row.verify or Verify(1, row.start + 1)
     if row.tokens:
         raise ValueError("a verify plan has no chunks")
@@ -197,18 +201,17 @@ def _checked(row: Row, window: int) -> Verify:
 
 
 class OnDevice:
-    """The verify state, with the programs that make it and send masks. They were compiled before
-    serving."""
+    """Owns the verify state and the compiled programs that make it and send masks."""
 
     def __init__(self, state: VerifyState, executables: Mapping[str, Executable]):
         """`state` may be abstract."""
         self._masks = state.masks
         self._empty, self._set_masks = executables[EMPTY], executables[SET_MASKS]
         self.state = state
-        """What the next step takes."""
+        """The input of the next verify step."""
 
     def reset(self) -> None:
-        """Make the state anew, before the first step or after a failed one."""
+        """Make a new state, before the first step or after a failed one."""
         self.state = self._empty()
 
     def send_masks(self, plan: StepPlan, bucket: VerifyBucket) -> None:
@@ -233,7 +236,7 @@ class OnDevice:
 
 
 def programs(state: VerifyState | None) -> Iterator[Program]:
-    """Yields the programs of `OnDevice`; none if no bucket verifies."""
+    """Yields the programs of `OnDevice`; none without verify buckets."""
     if state is None:
         return
 
@@ -244,17 +247,17 @@ def programs(state: VerifyState | None) -> Iterator[Program]:
     yield slot_tables.replacing(state.masks, SET_MASKS, state.masks.shape[0])
 
 
-# From the device.
+# From the device to the host.
 
 
 def unpack_results(
     plan: StepPlan, results: NDArray[np.int32], bucket: VerifyBucket
 ) -> list[Sampled | None]:
-    """Returns each row's result: its accepted positions up to the first with NaN logits.
+    """Returns each row's result: its accepted positions, up to the first one with NaN logits.
 
     Args:
-      results: int32 [at least rows * positions, RESULT_COLUMNS]; the token of a position that is
-        not accepted is NO_TOKEN.
+      results: int32 [at least rows * positions, RESULT_COLUMNS]. The token is NO_TOKEN where a
+        position is not accepted.
     """
     each = bucket.positions
     return [

@@ -1,4 +1,4 @@
-"""A verify step on the device: it places the drafts, computes and samples, and accepts."""
+"""A verify step on the device: places drafts, computes and samples, accepts, drafts again."""
 
 from __future__ import annotations
 
@@ -44,20 +44,22 @@ class Runs(NamedTuple):
 
     slots: Array  # int32 [rows]
     begin: Array  # int32 [rows]: the first position
-    length: Array  # int32 [rows]: how many; 0 for padding
-    drafts: Array  # int32 [rows, positions - 1]: of those after the first; NO_TOKEN: none
+    length: Array  # int32 [rows]: number of positions; 0 for padding
+    drafts: Array  # int32 [rows, positions - 1]: drafts after the first position, or NO_TOKEN
 
     @property
     def used(self) -> Array:
-        """bool [rows, positions]"""
+        """Whether a row computes a position: bool [rows, positions]."""
         return jnp.arange(self.drafts.shape[1] + 1) < self.length[:, None]
 
     def accepted(self, chosen: Array) -> Array:
-        """Returns how many positions of each row are accepted, int32 [rows]: the first, and then as
-        long as the draft is what the position before it chose.
+        """Returns the number of accepted positions of each row, int32 [rows].
+
+        The first position is always accepted. A further one is accepted if the position before it
+        is accepted and chose its draft.
 
         Args:
-          chosen: int32 [rows, positions].
+          chosen: int32 [rows, positions], the sampled tokens.
         """
         hits = (chosen[:, :-1] == self.drafts) & self.used[:, 1:]
         found = 1 + jnp.cumprod(hits.astype(jnp.int32), axis=1).sum(axis=1)
@@ -76,11 +78,11 @@ def run_verify_step(
     sampled_vocab: int,
     target: Target,
 ) -> tuple[DeviceState, VerifyState]:
-    """Computes a packed verify plan. Attention takes each row as a chunk of a prompt. A head then
-    leaves drafts for the next plan.
+    """Computes a packed verify plan. Attention treats each row as a chunk of a prompt. With a
+    `draft`, the head then drafts for the next verify step.
 
     Args:
-      params: with those of the head, if there is a `draft`.
+      params: the weights; `WithHead` if there is a `draft`.
       packed: int32 [bucket.packed_size].
       sampled_vocab: see `run_step`.
 
@@ -173,7 +175,7 @@ def run_verify_step(
 
 
 def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:
-    """Returns the state with the drafts that came with the plan."""
+    """Returns the state with the drafts that the host sent with the plan."""
     slots = jnp.where(asked.draft_first > 0, asked.row_slots, state.lengths.shape[0])
     return state._replace(
         draft_first=state.draft_first.at[slots].set(asked.draft_first, mode="drop"),
@@ -182,11 +184,12 @@ def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:
 
 
 def with_own_drafts(state: VerifyState, slots: Array, drafts: Array, count: Array) -> VerifyState:
-    """Returns the state with the drafts of a head for where the slots' next rows begin.
+    """Returns the state with a head's drafts for the slots' next rows.
 
     Args:
+      slots: int32 [rows].
       drafts: int32 [rows, drafts].
-      count: int32 [rows], how many of them there are.
+      count: int32 [rows], the number of valid drafts.
     """
     there = jnp.arange(drafts.shape[1]) < count[:, None]
     window = state.drafts.shape[1]
@@ -202,10 +205,10 @@ def ends_of(runs: Runs, chosen: Array, accepted: Array, row_ends: Array, page: i
     """Returns where the rows end.
 
     Args:
-      chosen: int32 [rows, positions].
-      accepted: int32 [rows].
-      row_ends: int32 [rows], see `VerifyInputs`.
-      page: the page size: the page in which a bound lies is the slot's.
+      chosen: int32 [rows, positions], the sampled tokens.
+      accepted: int32 [rows], number of accepted positions.
+      row_ends: int32 [rows], see `VerifyInputs`. The slot also holds the rest of the last page.
+      page: tokens per page.
     """
     held = (row_ends + page - 1) // page * page
     return Ends(
@@ -217,11 +220,11 @@ def ends_of(runs: Runs, chosen: Array, accepted: Array, row_ends: Array, page: i
 
 
 def runs_of(asked: VerifyInputs, state: VerifyState, positions: int, page: int | None) -> Runs:
-    """Returns what each row computes: as far as its drafts, its bounds and the bucket reach.
+    """Returns the positions that each row computes. Drafts, bounds and the bucket limit them.
 
     Args:
-      positions: of each row in the bucket.
-      page: the page size, if no row may leave the page in which it begins.
+      positions: positions per row of the bucket.
+      page: tokens per page if a row must stay in the page where it begins; otherwise None.
     """
     slots = asked.row_slots
     begin = jnp.where(asked.row_starts < 0, state.lengths[slots], asked.row_starts)
@@ -239,8 +242,8 @@ def runs_of(asked: VerifyInputs, state: VerifyState, positions: int, page: int |
 
 
 def step_inputs(asked: VerifyInputs, runs: Runs, *, padding_slot: int) -> StepInputs:
-    """Returns the inputs of a mixed step whose chunks are the runs, and whose rows are all of their
-    positions. What no run uses is padding."""
+    """Returns the inputs of a mixed step. Each run is a chunk, and each position is a row that
+    samples. Positions that no run uses are padding."""
     used = runs.used
     rows, positions = used.shape
     step = jnp.arange(positions)
@@ -267,7 +270,7 @@ def step_inputs(asked: VerifyInputs, runs: Runs, *, padding_slot: int) -> StepIn
 
 
 def _tiles(runs: Runs, positions: int, padding_slot: int) -> dict[str, Array]:
-    """A query tile for each run; those of padding last, as attention expects it."""
+    """Returns one query tile per run. Padding tiles come last, as attention expects."""
     rows = runs.slots.shape[0]
     real = runs.length > 0
     place = jnp.where(real, jnp.cumsum(real, dtype=jnp.int32) - 1, rows)
@@ -286,12 +289,14 @@ def _tiles(runs: Runs, positions: int, padding_slot: int) -> dict[str, Array]:
 def tables_of_positions(
     tables: SlotTables, masks: Array, asked: VerifyInputs, runs: Runs, adjustments: RowAdjustments
 ) -> SlotTables:
-    """Returns tables with a row for each position, as plain decoding would find its slot's there:
-    the drafts before it are counted.
+    """Returns tables with one row per position.
+
+    A row equals the slot's tables in plain decoding at that position: the token counts include the
+    drafts before it.
 
     Args:
       masks: int32 [positions of the largest step, words], see `VerifyState`.
-      adjustments: of all positions.
+      adjustments: one entry per position.
     """
     rows, positions = asked.masked.shape
     own = _of_rows(adjustments, rows)._replace(slots=jnp.arange(rows))
@@ -312,8 +317,8 @@ def tables_of_positions(
 def with_counts(
     tables: SlotTables, chosen: Array, accepted: Array, adjustments: RowAdjustments
 ) -> SlotTables:
-    """Returns the slots' tables with the tokens that were accepted counted, one after the other:
-    a row may have the same token twice."""
+    """Returns the slots' tables with the accepted tokens counted. Positions are counted one after
+    the other, because a row may hold the same token twice."""
     own = _of_rows(adjustments, chosen.shape[0])
     for position in range(chosen.shape[1]):
         tables = count(chosen[:, position], position < accepted, own, tables)
@@ -321,7 +326,7 @@ def with_counts(
 
 
 def _of_rows[Values: tuple[Array, ...]](values: Values, rows: int) -> Values:
-    """Those of the rows' first positions."""
+    """Returns the values of each row's first position."""
     return type(values)(*(each.reshape(rows, -1)[:, 0] for each in values))
 
 
@@ -333,11 +338,12 @@ def with_last_tokens(sequences: Array, slots: Array, chosen: Array, accepted: Ar
 
 
 def last_accepted(chosen: Array, accepted: Array) -> Array:
-    """Returns the last accepted token of each row, int32 [rows]; any of rows that compute nothing.
+    """Returns the last accepted token of each row, int32 [rows]. The token of a row that computes
+    nothing has no meaning.
 
     Args:
-      chosen: int32 [rows, positions].
-      accepted: int32 [rows].
+      chosen: int32 [rows, positions], the sampled tokens.
+      accepted: int32 [rows], number of accepted positions.
     """
     return jnp.take_along_axis(chosen, jnp.maximum(accepted - 1, 0)[:, None], axis=1)[:, 0]
 

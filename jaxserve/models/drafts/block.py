@@ -5,8 +5,8 @@ Per token of the target, at every draft layer, with `rms` an RMSNorm::
     context = rms(fc(concat(taps)), hidden_norm)
     keys, values = rope(rms(k(context), k_norm)), v(context)
 
-The block is the last token and masks after it. Its tokens are a decoder's, but for attention: each
-sees the context before the block and all of the block (Z-lab's DFlash and DeepSpec's DSpark).
+A block is the last token, followed by mask tokens. It runs through ordinary decoder layers, except
+that each token attends to the context and to the whole block (Z-lab's DFlash, DeepSpec's DSpark).
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class BlockParams(NamedTuple):
 
 
 type Draw = Callable[[Array, int], Array]
-"""Returns the tokens, int32 [rows], that scores, float32 [rows, vocab], choose for the draft of a
-number."""
+"""Takes scores, float32 [rows, vocab], and the draft's number. Returns token ids, int32 [rows]."""
 
 
 def abstract(draft: BlockDraft, dtype: DTypeLike, *, stacked: bool = False) -> BlockParams:
@@ -80,11 +79,11 @@ def write_context(
     *,
     target: Target,
 ) -> Array:
-    """Returns the head's cache with what later blocks see of the target's tokens. A position that
-    is computed again is overwritten.
+    """Writes the keys and values of the target's tokens, which later blocks attend to, into the
+    head's cache. A position that is computed again is overwritten.
 
     Args:
-      cache: dense.
+      cache: the head's cache, in the dense format.
       tapped: hidden states [tokens, embed] after each of `draft.taps`.
     """
     body, places = draft.body, tokens.places[0]
@@ -119,14 +118,14 @@ def block_tokens(
     *,
     page_size: int,
 ) -> StepTokens:
-    """Returns the tokens of blocks, [rows * block], and their places.
+    """Returns the tokens of all blocks, [rows * block], with their places in the cache.
 
     Args:
-      last: int32 [rows], the token that each block begins with.
+      last: int32 [rows], the first token of each block.
       slots: int32 [rows].
       begin: int32 [rows], the position of the block's first token.
       count: int32 [rows], tokens of the block that have a page; the others are padding.
-      page_table: int32 [slots + 1, pages_per_seq]; the last row is of padding.
+      page_table: int32 [slots + 1, pages_per_seq]; the last row belongs to padding.
     """
     offsets = jnp.arange(draft.block)
     shape = (last.shape[0], draft.block)
@@ -161,8 +160,8 @@ def block_hidden(
         so it sees the whole block.
 
     Returns:
-      Hidden states after the final norm [tokens, embed], and the head's cache, in which the blocks'
-      keys and values lie at their positions until the target's tokens overwrite them.
+      Hidden states after the final norm [tokens, embed], and the head's cache. It now holds the
+      blocks' keys and values, until those of the target's tokens overwrite them.
     """
     body = draft.body
     layers = layer_views(params.layers)
@@ -183,13 +182,13 @@ def block_hidden(
 
 
 def propose(params: BlockParams, scores: Array, last: Array, draw: Draw) -> Array:
-    """Returns the drafts, int32 [rows, drafts], one after the other: with a Markov head the scores
-    of each depend on the one before.
+    """Returns the drafts, int32 [rows, drafts]. They are drawn one at a time: with a Markov head,
+    the scores of a draft depend on the draft before.
 
     Args:
-      scores: float32 [rows, drafts, vocab], of the target's output matrix.
-      last: int32 [rows], the tokens that the blocks begin with.
-      draw: chooses.
+      scores: float32 [rows, drafts, vocab], from the target's output matrix.
+      last: int32 [rows], the first token of each block.
+      draw: draws a token for each row.
     """
     drafts: list[Array] = []
     for number in range(scores.shape[1]):
@@ -199,8 +198,11 @@ def propose(params: BlockParams, scores: Array, last: Array, draw: Draw) -> Arra
 
 
 def markov_scores(params: BlockParams, previous: Array) -> Array | float:
-    """Returns what the tokens before, int32 [rows], add to the scores: float32 [rows, vocab]; 0
-    without a Markov head."""
+    """Returns what the Markov head adds to the scores, float32 [rows, vocab]; 0 without one.
+
+    Args:
+      previous: int32 [rows], the token before each draft.
+    """
     if params.markov_in is None or params.markov_out is None:
         return 0.0
     rows = params.markov_in[previous]
@@ -208,10 +210,10 @@ def markov_scores(params: BlockParams, previous: Array) -> Array | float:
 
 
 def acceptance(params: BlockParams, hidden: Array, previous: Array) -> Array:
-    """Returns how probable it is that drafts are accepted if all before are, float32 [rows].
+    """Returns the probability that a draft is accepted if all drafts before it are, float32 [rows].
 
     Args:
-      hidden: [rows, embed], after the final norm, that the drafts were drawn from.
+      hidden: [rows, embed], the states after the final norm that the drafts were drawn from.
       previous: int32 [rows], the tokens before the drafts.
     """
     assert params.confidence is not None and params.confidence_bias is not None

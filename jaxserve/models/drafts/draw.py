@@ -1,12 +1,13 @@
-"""Drafts are drawn with the target's noise.
+"""Draws drafts with the target's sampling noise.
 
-Plain decoding chooses argmax(scores / temperature + g) with Gumbel noise g of seed and position
-only. A draft drawn from the head's scores with the same noise is accepted with probability::
+Plain decoding chooses argmax(scores / temperature + g). The Gumbel noise g depends on seed and
+position only. A draft drawn from the head's scores with the same noise is accepted with
+probability::
 
     sum over tokens i of  1 / sum over j of max(p[j] / p[i], q[j] / q[i])
 
 where p and q are the target's and the head's distributions (Daliri, Musco and Suresh 2024, arXiv
-2408.07978); with noise of its own only with sum p q.
+2408.07978). With independent noise, the probability would only be sum p q.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ def draw(
     vocab: int,
     target: Target,
 ) -> Array:
-    """Returns the drafts that scores, float32 [rows, padded vocab], choose: int32 [rows].
+    """Draws one draft per row. Returns token ids, int32 [rows].
 
-    Temperature, truncation, biases and masks are those of the requests. Penalties are left out: the
-    drafts before would have to be counted.
+    The requests' temperature, truncation, biases and masks apply. Penalties do not: they would need
+    counts that include the drafts before.
 
     Args:
-      rows: of the positions that the drafts are for.
+      scores: float32 [rows, padded vocab].
+      rows: sampling parameters, with the positions of the drafts.
       vocab: only token ids below it are drawn.
     """
     unpenalised = adjustments._replace(features=adjustments.features & ~PENALISED)
-    # Nobody reads the counts, and the sampler would copy those that steps go on with.
+    # Without penalties nothing reads the counts. The sampler would copy the real ones.
     uncounted = tables._replace(counts=jnp.zeros_like(tables.counts, shape=(1, scores.shape[1])))
     wanted = jnp.zeros(scores.shape[0], bool)
     found = sample(

@@ -1,14 +1,14 @@
 """EAGLE-3: one layer that drafts token by token.
 
-The entry at position i stands for the target's state there and the token after it::
+The cache entry at position i combines the target's state at i with the token at i + 1::
 
     state = fc(concat(taps))                       # later passes: the layer's own output
     x = concat(rms(embed(token i + 1)), rms(state, hidden_norm))
     y = state + attention(x);  y = y + mlp(rms(y))
     scores of token i + 2 = head(rms(y, norm))
 
-(Li et al. 2025, arXiv 2503.01840.) So an entry needs the token after its position. A page that
-sequences share ends with the entry of whoever went on first.
+(Li et al. 2025, arXiv 2503.01840.) So an entry needs the token after its position. The last entry
+of a shared page comes from the sequence that continued it first.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def store(
     *,
     target: Target,
 ) -> Array:
-    """Returns the head's cache with the keys and values of entries, see `extend`: what they attend
-    to does not change those."""
+    """Writes the keys and values of entries into the head's cache. Like `extend`, but without
+    attention, which they do not depend on."""
     layer, places = params.layer, tokens.places[0]
     assert layer.qkv is not None
     both, _ = _inputs(params, draft, embedding, tokens.ids, state)
@@ -109,7 +109,7 @@ def store(
 def _inputs(
     params: Eagle3Params, draft: Eagle3Draft, embedding: Weight, ids: Array, state: Array
 ) -> tuple[Array, Array]:
-    """What queries, keys and values read [tokens, 2 * embed], and the state with its norm."""
+    """Returns the input of the QKV projection, [tokens, 2 * embed], and the normed state."""
     eps = draft.body.norm_eps
     embedded = take_rows(embedding, ids, params.final_norm.dtype)
     normed_state = rms_norm(state, params.hidden_norm, eps)
@@ -132,7 +132,7 @@ def extend(
 
     Args:
       embedding: the target's [vocab, embed].
-      tokens: places of the entries; `ids` are those of the tokens after them.
+      tokens: places of the entries, with the ids of the next tokens.
       state: [tokens, embed], of the tokens at the entries' positions.
 
     Returns:
@@ -156,8 +156,8 @@ def extend(
 
 
 def scores(params: Eagle3Params, draft: Eagle3Draft, hidden: Array, *, target: Target) -> Array:
-    """Returns the scores of the target's tokens, float32 [rows, vocab]; -inf of those that no
-    draft can be.
+    """Returns the scores of the target's tokens, float32 [rows, vocab]; -inf for tokens outside the
+    drafts' vocabulary.
 
     Args:
       hidden: [rows, embed], after the final norm.

@@ -1,15 +1,15 @@
 """Native multi-token prediction of Qwen3.5: a layer of the checkpoint that drafts token by token.
 
-The entry at position i stands for the model's state there and the token after it::
+The cache entry at position i combines the model's state at i with the token at i + 1::
 
     state = hidden state after the final norm        # later passes: the head's own, after its norm
     x = fc(concat(rms(embed(token i + 1), embedding_norm), rms(state, hidden_norm)))
     y = decoder layer(x), with keys and values of its own
     scores of token i + 2 = the model's output matrix @ rms(y, final_norm)
 
-(vLLM's qwen3_5_mtp.py. That the state comes after the model's final norm shows in acceptance
-alone: llama.cpp 24025 and LightLLM 1402 measured both.) So an entry needs the token after its
-position, as one of EAGLE-3 does.
+(vLLM's qwen3_5_mtp.py. Only the acceptance rate shows that the state must come after the model's
+final norm: llama.cpp 24025 and LightLLM 1402 measured both.) So an entry needs the token after its
+position, as with EAGLE-3.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from jaxserve_kernels.weights import Weight
 
 
 class MtpParams(NamedTuple):
-    """The weights of a head, of which norms are float32 with 1 added, as those of the model.
-    Matrices are [out, in], as on disk, or quantised."""
+    """The weights of a head. Norms are float32 with 1 added, as in the model. Matrices are
+    [out, in], as on disk, or quantised."""
 
-    fc: Weight  # [embed, 2 * embed]: of embeddings, then of states
+    fc: Weight  # [embed, 2 * embed]: columns for embeddings, then for states
     embedding_norm: Array  # [embed]
     hidden_norm: Array  # [embed]
     layers: tuple[Layer]
@@ -65,8 +65,8 @@ def store(
     *,
     target: Target,
 ) -> Array:
-    """Returns the head's cache with the keys and values of entries, see `extend`: what they attend
-    to does not change those."""
+    """Writes the keys and values of entries into the head's cache. Like `extend`, but without
+    attention, which they do not depend on."""
     (layer,), places, body = params.layers, tokens.places[0], draft.body
     assert layer.qkv is not None
     x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)
@@ -103,7 +103,7 @@ def _inputs(
     *,
     target: Target,
 ) -> tuple[Array, Array]:
-    """What the layer adds to, and that with the layer's norm: [tokens, embed] each."""
+    """Returns the layer's input before and after its norm, [tokens, embed] each."""
     eps = draft.body.norm_eps
     embedded = rms_norm(take_rows(embedding, ids, state.dtype), params.embedding_norm, eps)
     both = jnp.concatenate([embedded, rms_norm(state, params.hidden_norm, eps)], axis=-1)
@@ -126,11 +126,11 @@ def extend(
 
     Args:
       embedding: the model's [vocab, embed].
-      tokens: places of the entries; `ids` are those of the tokens after them.
+      tokens: places of the entries, with the ids of the next tokens.
       state: [tokens, embed], of the tokens at the entries' positions.
 
     Returns:
-      Hidden states after the final norm [tokens, embed], those again for the next pass, and the
+      Hidden states after the final norm [tokens, embed], the same states for the next pass, and the
       head's cache.
     """
     x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)

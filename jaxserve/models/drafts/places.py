@@ -1,4 +1,4 @@
-"""Where a head's own tokens lie in the cache, and what they see."""
+"""Places of a head's tokens in the draft cache, and the positions that they attend to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Ends(NamedTuple):
     slots: Array  # int32 [rows]
     last: Array  # int32 [rows]: the last accepted token, which no step has computed
     position: Array  # int32 [rows]: its position
-    held: Array  # int32 [rows]: positions for which the slot has pages; 0 for rows of padding
+    held: Array  # int32 [rows]: number of positions that the slot has pages for; 0 for padding
 
 
 def only_cache(kv: Caches) -> Array:
-    """Returns the cache of layers that have just one, a dense one, as whatever drafts has."""
+    """Returns the single, dense cache of a head or draft model."""
     (cache,) = kv
     assert isinstance(cache, Array)
     return cache
@@ -31,13 +31,13 @@ def only_cache(kv: Caches) -> Array:
 def places_of(
     used: Array, slots: Array, positions: Array, sees: Array, page_table: Array, *, page_size: int
 ) -> AttentionStep:
-    """Returns the places of tokens that are each a query tile.
+    """Returns the places of tokens. Each token is its own query tile.
 
     Args:
       used: bool [tokens]; the others are padding.
       slots, positions: int32 [tokens].
       sees: int32 [tokens], the last position that each attends to.
-      page_table: int32 [slots + 1, pages_per_seq]; the last row is of padding.
+      page_table: int32 [slots + 1, pages_per_seq]; the last row belongs to padding.
     """
     padding_slot, total = page_table.shape[0] - 1, used.shape[0]
     slots = jnp.where(used, slots, padding_slot)
@@ -45,7 +45,7 @@ def places_of(
     place = jnp.where(used, jnp.cumsum(used, dtype=jnp.int32) - 1, total)
 
     def tiles(values: Array, padding: int) -> Array:
-        """One for each token, those of padding last."""
+        """One value per token, padding last."""
         return jnp.full(total, padding, jnp.int32).at[place].set(values, mode="drop")
 
     return AttentionStep(

@@ -1,8 +1,9 @@
 """The shape of a draft head, or of a draft model, as data. No I/O, no arrays.
 
-`jaxserve.models.drafts.layouts` makes it of a `config.json`. A head reads the hidden states of the
-target model after some of its layers, the *taps*. Keys and values of its own layers lie in a cache
-of their own, whose pages are those of the target's first cache group: `runner.draft_cache`.
+`jaxserve.models.drafts.layouts` reads it from a `config.json`. A head reads the hidden states of
+the target model after some of its layers, the *taps*. The keys and values of the head's own layers
+lie in a draft cache, which shares the page numbers of the target's first cache group: see
+`runner.draft_cache`.
 """
 
 from __future__ import annotations
@@ -13,63 +14,65 @@ from typing import Literal
 from jaxserve.model_spec import ModelSpec
 
 type ConfidenceInput = Literal["hidden", "hidden and markov"]
-"""What a confidence head reads: the hidden state, or also the Markov head's row of the token
-before."""
+"""The input of a confidence head: the hidden state, alone or with the Markov head's row for the
+token before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft:
-    """DFlash (arXiv 2602.06036) and DSpark: the last token and masks after it are one block, whose
-    tokens see the whole block and the target's states before it. One pass gives all drafts."""
+    """DFlash (arXiv 2602.06036) and DSpark. The last token and the masks after it form a block. Its
+    tokens attend to the whole block and to the context before it. One pass gives all drafts."""
 
     body: ModelSpec
-    """Its layers. Embedding and output matrix are the target's."""
+    """The head's layers. Embedding and output matrix are the target's."""
     taps: tuple[int, ...]
-    """Layers of the target, rising."""
+    """Layers of the target, in rising order."""
     block: int
-    """Tokens of a block."""
+    """Tokens per block."""
     mask_token: int
-    """The token id that stands for a token to be guessed."""
+    """The token id that stands for a token to draft."""
     predicts_next: bool
     """Each position of the block predicts the token after it (DSpark). Otherwise the masks predict
     the token in their own place, and the first position predicts nothing (DFlash)."""
     markov_rank: int = 0
     """Width of the head that adds a score for each pair of consecutive tokens; 0: there is none."""
     confidence: ConfidenceInput | None = None
-    """What the head of acceptance probabilities reads; None: there is none."""
+    """The input of the confidence head; None: there is none."""
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that one block guesses."""
+        """Drafts per block."""
         return self.block if self.predicts_next else self.block - 1
 
     @property
     def room(self) -> int:
-        """Positions from the last known token's on in which a pass keeps something."""
+        """Positions that drafting writes in the cache, counted from the last known token's."""
         return self.block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft:
-    """EAGLE-3 (arXiv 2503.01840): one layer, one pass for each draft. It reads the embedding of a
-    token beside the state of the token before, first the target's and then its own."""
+    """EAGLE-3 (arXiv 2503.01840): one layer, one pass per draft. A pass reads the embedding of a
+    token and the state of the token before. That state is the target's in the first pass, and the
+    head's own in later passes."""
 
     body: ModelSpec
-    """One layer, whose projection of queries, keys and values reads two states side by side.
-    `vocab_size` is that of the drafts. The embedding is the target's."""
+    """One layer. Its QKV projection reads two states side by side. `vocab_size` is the size of the
+    drafts' vocabulary. The embedding is the target's."""
     taps: tuple[int, ...]
-    """Layers of the target, rising."""
+    """Layers of the target, in rising order."""
     target_vocab: int
     num_drafts: int = 7
     """Passes, each of which guesses one token."""
     norm_before_residual: bool = False
     """The residual stream begins with the state after its norm."""
     layer_prefix: str = "midlayer"
-    """Says how the layer's tensors are named, and nothing of programs."""
+    """Prefix of the layer's tensor names in the checkpoint. Programs do not depend on it."""
 
     @property
     def room(self) -> int:
-        """As in `BlockDraft`: the first pass keeps its entry before, each other one behind that."""
+        """As in `BlockDraft`. The first pass writes its entry one position before the last known
+        token, each later pass one position further."""
         return self.num_drafts - 1
 
     @property
@@ -80,9 +83,9 @@ class Eagle3Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDraft:
-    """Multi-token prediction with weights of the model's own checkpoint: one layer, one pass for
-    each draft. It reads the embedding of a token beside the hidden state of the token before, after
-    the final norm: first the model's and then its own."""
+    """Multi-token prediction with weights from the model's own checkpoint: one layer, one pass per
+    draft. A pass reads the embedding of a token and the state of the token before, after the final
+    norm. That state is the model's in the first pass, and the head's own in later passes."""
 
     body: ModelSpec
     """One layer. Embedding and output matrix are the model's."""
@@ -91,7 +94,7 @@ class MtpDraft:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """It reads what comes after the last layer."""
+        """None: the head reads the final hidden state."""
         return ()
 
     @property
@@ -106,14 +109,14 @@ type EntryDraft = Eagle3Draft | MtpDraft
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDraft:
-    """A small model with the target's tokens, one pass for each draft."""
+    """A small model with the target's vocabulary; one pass per draft."""
 
     body: ModelSpec
     num_drafts: int = 7
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """It reads nothing of the target."""
+        """None: the draft model reads no state of the target."""
         return ()
 
     @property
@@ -126,7 +129,7 @@ type DraftSpec = BlockDraft | EntryDraft | ModelDraft
 
 
 def mismatches(draft: BlockDraft | Eagle3Draft, target: ModelSpec) -> list[str]:
-    """Returns why the head cannot draft for the target; nothing if it can."""
+    """Returns the reasons why the head cannot draft for the target; an empty list if it can."""
     body, found = draft.body, list[str]()
     vocab = body.vocab_size if isinstance(draft, BlockDraft) else draft.target_vocab
     for what, own, other in (
