@@ -132,7 +132,7 @@ def _launch(
     return replace(launch, num_stages=_stages(launch, most, weight, target))
 
 
-_FEW = 8
+_LAUNCH_BOUND = 8
 """Up to this many tokens, launches dominate a layer's time."""
 _AHEAD = 4
 
@@ -151,12 +151,12 @@ def _unpacks_slowly(weight: Stacked, ids: Array, target: Target) -> bool:
     With more than 32 tokens one such program has nearly all registers of a multiprocessor.
     """
     four_bits = weight.operand is not None and weight.operand.bits == 4
-    return four_bits and ids.shape[0] > _FEW and target.runs_hopper_kernels()
+    return four_bits and ids.shape[0] > _LAUNCH_BOUND and target.runs_hopper_kernels()
 
 
 def _ahead(name: str, experts: int, ids: Array, weight: Stacked) -> int:
     """Gate and up prefetch only if most experts have tokens: 86 % do with two pairs per expert."""
-    if weight.operand is None or ids.shape[0] <= _FEW:
+    if weight.operand is None or ids.shape[0] <= _LAUNCH_BOUND:
         return 0
     return _AHEAD if name == "down" or ids.size >= 2 * experts else 0
 
