@@ -104,6 +104,8 @@ class Bench:
         self.slots = cache.num_free_slots
         self.vocab = source.sampled_vocab
         self.random, self.number, self.in_flight = random.Random(0), 0, None
+        self.arrived: list[Any] = []
+        """Requests that arrived while a step was in flight."""
         self.firsts: dict[str, float] = {}
         self.found: dict[str, tuple[int, int]] = {}
         """Numbers of cached and of restored tokens, by request."""
@@ -134,7 +136,11 @@ class Bench:
         self.number += 1
         name = f"r{self.number}"
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self.scheduler.add(Request(id=name, prompt=prompt, params=params))
+        request = Request(id=name, prompt=prompt, params=params)
+        if self.in_flight is None:
+            self.scheduler.add(request)
+        else:
+            self.arrived.append(request)
         self.running.add(name)
         return name
 
@@ -155,6 +161,9 @@ class Bench:
         seconds = time.perf_counter() - began
         more = Work(1, seconds, planned, before_step, late, bool(moves), restored, stored)
         self.work = Work(*(sum(pair) for pair in zip(self.work, more, strict=True)))
+        for request in self.arrived:  # while the device computes
+            self.scheduler.add(request)
+        self.arrived.clear()
         if self.in_flight is not None:
             before, pending = self.in_flight
             now_there = self.scheduler.commit(before, self.runner.collect(pending))

@@ -72,6 +72,16 @@ class Inbox:
         """Waits for a command after the last `take`. Returns False if none came in time."""
         return self._wake.wait(timeout)
 
+    def take_requests(self) -> Iterator[Request]:
+        """Yields the waiting requests that came before any other command, oldest first."""
+        self._wake.clear()
+        while self._commands:
+            if not isinstance(first := self._commands[0], Submit):
+                self._wake.set()  # it still waits to be taken
+                return
+            self._commands.popleft()
+            yield first.request
+
     def take(self) -> Iterator[Command]:
         """Yields all waiting commands, oldest first."""
         self._wake.clear()

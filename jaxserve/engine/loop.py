@@ -36,6 +36,10 @@ without."""
 _COPY_WAIT = 0.0002
 """Seconds between two polls of page copies to or from the host while no step runs."""
 
+_OPEN_SHARE = 0.75
+"""Share of a step's expected time in which arriving requests are queued. Then the engine thread
+waits for the results alone, because steps may end earlier than expected."""
+
 _QUIET = 1.0
 """Seconds without work before `Scheduler.check` runs. The check takes milliseconds, which would
 delay a lone client's next request."""
@@ -272,6 +276,7 @@ class StepLoop[P]:
         if in_flight is None:
             self._clock.rest()
         else:
+            self._queue_arrivals(in_flight[0])
             try:
                 sampled = self._collect(*in_flight)
                 self._publish(scheduler.commit(in_flight[0], sampled))
@@ -292,6 +297,21 @@ class StepLoop[P]:
         moves = None if host is None else host.take()
         if host is not None and moves is not None:
             host.launched(self.runner.move_pages(moves))
+
+    def _queue_arrivals(self, plan: StepPlan) -> None:
+        """Queues the requests that arrive while the device computes a step. Hashing a long prompt
+        takes half a millisecond. After the step's results, that would delay the next launch, and
+        the device would idle."""
+        expected, began = self.scheduler.expected_seconds(plan), self._clock.ended
+        if expected is None or began is None:
+            return
+        until = began + _OPEN_SHARE * expected
+        while (left := until - time.perf_counter()) > 0 and self._inbox.wait(left):
+            requests = list(self._inbox.take_requests())
+            for request in requests:
+                self._add(request)
+            if not requests:
+                return  # other commands wait for the end of the step
 
     def _collect(self, plan: StepPlan, pending: P) -> list[Sampled | None]:
         began = time.perf_counter()

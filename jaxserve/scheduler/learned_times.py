@@ -112,6 +112,11 @@ class StepClock:
         self._ended: float | None = None
         """When the last step ended; None if the thread did not see it."""
 
+    @property
+    def ended(self) -> float | None:
+        """When the last step ended, by `time.perf_counter`; None if the thread did not see it."""
+        return self._ended
+
     def took(self, began: float, now: float) -> float | None:
         """Reports a wait for results from `began` to `now`. Returns the seconds that the step took.
 

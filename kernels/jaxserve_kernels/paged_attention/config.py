@@ -16,6 +16,9 @@ from jaxserve_kernels.target import Target
 TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
 
+_SMALL_STEP = 256
+"""Tokens up to which a step counts as small: see `hopper_heuristic`."""
+
 LOG2_E = 1.4426950408889634
 """log2(e): kernels compute exp(x) as exp2(x * LOG2_E)."""
 
@@ -130,7 +133,12 @@ def for_hopper(
 
 
 def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int, target: Target) -> HopperConfig:
-    """A configuration for a step of `tokens` tokens. Most of them may be of one sequence."""
-    programs = -(-tokens // tile_size) * kv_heads
-    splits = max(1, min(target.gpu.multiprocessors // programs, 16))  # each takes a whole one
+    """A configuration for a step of `tokens` tokens. Most of them may be of one sequence.
+
+    A program takes a whole multiprocessor. In a small step the tail of a cached prompt fills half
+    of the bucket or less, so twice as many splits keep all multiprocessors busy.
+    """
+    filled = max(tokens // 2, 2 * tile_size) if tokens <= _SMALL_STEP else tokens
+    programs = -(-filled // tile_size) * kv_heads
+    splits = max(1, min(target.gpu.multiprocessors // programs, 16))
     return HopperConfig(splits=1 << splits.bit_length() >> 1)

@@ -215,34 +215,35 @@ def _merge_many(
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
-    WINDOW: tl.constexpr = 0,
+    TILES: tl.constexpr, WINDOW: tl.constexpr = 0,
 ):  # fmt: skip
-    """`_merge` for TAKEN rows of a tile and KV head."""
-    tile = tl.program_id(0)
+    """`_merge` for TAKEN rows of a KV head, in every n-th tile."""
     kv_head = tl.program_id(1)
     begin = tl.program_id(2) * TAKEN
     group: tl.constexpr = q_heads // kv_heads
-    length = tl.minimum(tl.load(length_ptr + tile), tile_size)
-    position = tl.load(position_ptr + tile)
-    blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
-    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
-    if (per_split < blocks) & (begin < length * group):
-        split = tl.arange(0, WIDTH)
-        row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # repeat the last
-        dim = tl.arange(0, DIM)
-        there = (split * per_split < blocks)[:, None]
-        part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS
-        part = part[:, None] + row[None, :]
-        peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
-        shares = tl.exp2(peaks - tl.max(peaks, axis=0)[None, :])
-        weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
-        acc = part_ptr + part[:, :, None] * DIM + dim[None, None, :]
-        acc = tl.load(acc, mask=there[:, :, None], other=0.0)
-        out = tl.sum(acc * shares[:, :, None], axis=0) / weight[:, None]
-        q_row = (tl.load(first_ptr + tile).to(tl.int64) + row // group) * q_heads
-        q_row += kv_head * group + row % group
-        target = out_ptr + q_row[:, None] * DIM + dim[None, :]
-        tl.store(target, out.to(out_ptr.dtype.element_ty))
+    for tile in tl.range(tl.program_id(0), TILES, tl.num_programs(0), num_stages=1):
+        length = tl.minimum(tl.load(length_ptr + tile), tile_size)
+        position = tl.load(position_ptr + tile)
+        blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
+        per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
+        if (per_split < blocks) & (begin < length * group):
+            split = tl.arange(0, WIDTH)
+            row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # repeat the last
+            dim = tl.arange(0, DIM)
+            there = (split * per_split < blocks)[:, None]
+            part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS
+            part = part[:, None] + row[None, :]
+            peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+            weights = tl.load(weight_ptr + part, mask=there, other=0.0)
+            acc = part_ptr + part[:, :, None] * DIM + dim[None, None, :]
+            acc = tl.load(acc, mask=there[:, :, None], other=0.0)
+            shares = tl.exp2(peaks - tl.max(peaks, axis=0)[None, :])
+            weight = tl.sum(weights * shares, axis=0)
+            out = tl.sum(acc * shares[:, :, None], axis=0) / weight[:, None]
+            q_row = (tl.load(first_ptr + tile).to(tl.int64) + row // group) * q_heads
+            q_row += kv_head * group + row % group
+            target = out_ptr + q_row[:, None] * DIM + dim[None, :]
+            tl.store(target, out.to(out_ptr.dtype.element_ty))
 
 
 def paged_attention(
@@ -358,8 +359,11 @@ def merged(
     kernel, grid = _merge, (num_tiles, q_heads, tile_size)
     if math.prod(grid) > _MANY_PROGRAMS:
         taken = constants["TAKEN"] = max(1, min(rows, _MERGED // constants["WIDTH"]))
+        constants["TILES"] = num_tiles
         kernel = _merge_many
-        grid = (num_tiles, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
+        # A step has room for far more tiles than its tokens fill, and idle programs cost time.
+        filled = min(num_tiles, triton.cdiv(found.shape[0], tile_size) + 1)
+        grid = (filled, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
     triton_call(
         *parts, tiles.first, tiles.length, tiles.position, out,
         kernel=kernel,

@@ -1,0 +1,73 @@
+"""Requests that arrive while the device computes a step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from jaxserve.api import Request, SamplingParams
+from jaxserve.engine.inbox import Abort, Inbox, Submit
+from jaxserve.plan import Sampled, StepPlan
+from jaxserve.step_times import StepTimes
+from tests.engine.driver import GatedRunner, serving
+from tests.scheduler.fake_runner import Pending
+
+STEP = 0.06
+TIMES = StepTimes(decode={4: STEP}, mixed={16: STEP})
+
+
+class SlowRunner(GatedRunner):
+    """A device whose steps take time. Reports the order of launches and results."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.order: list[str] = []
+        self.free_at = 0.0
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self.order.append("launch")
+        return super().launch(plan)
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        self.free_at = max(self.free_at + STEP, time.perf_counter())
+        time.sleep(max(self.free_at - time.perf_counter(), 0.001))
+        self.order.append("results")
+        return super().collect(pending)
+
+
+def request(name: str, tokens: int) -> Request:
+    return Request(id=name, prompt=(1, 2, 3), params=SamplingParams(max_tokens=tokens))
+
+
+async def test_requests_are_queued_while_a_step_runs() -> None:
+    runner = SlowRunner()
+    async with serving(runner, times=TIMES) as engine:
+        steps: Any = engine._steps  # pyright: ignore[reportPrivateUsage]
+        add = steps.scheduler.add
+
+        def noted(request: Request) -> None:
+            runner.order.append(request.id)
+            add(request)
+
+        steps.scheduler.add = noted
+        stream = engine.generate(request("first", 20))
+        for _ in range(4):
+            await anext(stream)
+        await asyncio.sleep(STEP / 4)  # into the next step
+        async for _ in engine.generate(request("second", 1)):
+            pass
+        await stream.aclose()
+    at = runner.order.index("second")
+    assert runner.order[at - 1 : at + 2] == ["launch", "second", "results"]
+
+
+def test_only_requests_ahead_of_other_commands_are_taken() -> None:
+    inbox, first, second = Inbox(), request("first", 1), request("second", 1)
+    for command in (Submit(first), Abort("first"), Submit(second)):
+        inbox.send(command)
+    assert list(inbox.take_requests()) == [first]
+    assert inbox.wait(0.0)  # the others still wait
+    assert list(inbox.take_requests()) == []
+    assert list(inbox.take()) == [Abort("first"), Submit(second)]
+    assert not inbox.wait(0.0)
