@@ -16,7 +16,7 @@ from jaxserve_kernels.target import Target
 TILE_ROWS = 128
 """Rows of a full query tile: tokens times the query heads that share a KV head."""
 
-_SMALL_STEP = 256
+_SMALL_STEP = 128
 """Tokens up to which a step counts as small: see `hopper_heuristic`."""
 
 LOG2_E = 1.4426950408889634
