@@ -17,17 +17,17 @@ The first four parts query one server over HTTP, whose drafts are switched off a
 (`switched_server.py`). So both arms have the same programs, weights and step times. A server
 without drafts would also have memory for a few more pages.
 
-Each point is one closed loop. Drafts are switched every `--turn` seconds: off, on, on, off and so
-on. The server counts the tokens of each turn's steps, except for the first 0.1 s. So differences
-between loops, such as the timing of prompts, affect both arms alike. A point ends when the 95 %
-interval of the ratio is narrow enough (0.5 % on each side for fresh text, otherwise 2 %), or after
-`--seconds`.
+Each point is one closed loop. Drafts are switched every `--turn` seconds, each pair of turns in
+random order. The server counts the tokens of each turn's steps, except for the first 0.1 s. So
+differences between loops, such as the timing of prompts, affect both arms alike. A point ends when
+the 95 % interval of the ratio is narrow enough (0.5 % on each side for fresh text, otherwise 2 %),
+or after `--seconds`.
 
 `speedup` is the centre of the ratios of neighbouring turns (`paired.py`). The ratio is that of
-tokens per second. If no step of the loop verified drafts, it is that of expected over actual step
-time instead: the mix of steps depends on the timing of prompts, and would vary more between turns
-than the arms may differ. The first answers have different lengths, so that clients do not run in
-lockstep.
+tokens per second. If no step of the loop verified drafts, it is that of expected over actual time
+of decode steps instead: the mix of steps depends on the timing of prompts, and would vary more
+between turns than the arms may differ. The first answers have different lengths, so that clients
+do not run in lockstep.
 
 A model is a shape with weights whose greedy output is known beforehand (`chain_weights.py`). Random
 weights would fall into loops, which look like successful lookups. Prompts are synthetic, and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import time
 from contextlib import AbstractAsyncContextManager
 from itertools import batched
@@ -62,9 +63,10 @@ class Bench(NamedTuple):
 
 
 async def compare(bench: Bench, point: Point, precision: float) -> dict[str, Any]:
-    """Measures one point: turns in one running loop, with drafts on and off, each first equally
-    often."""
+    """Measures one point: pairs of turns in one running loop, with drafts on and off in random
+    order."""
     args, seed = bench.args, f"{point.workload}/{point.clients}"
+    order = random.Random(seed)  # a regular one would follow the waves in which answers end
     await bench.server.switch("on")
     async with bench.loop(point, seed, "on") as run:
         await bench.turn(run, "on", args.settle)
@@ -75,8 +77,9 @@ async def compare(bench: Bench, point: Point, precision: float) -> dict[str, Any
             list[tuple[float, float]](),
         )
         while time.perf_counter() - began < args.seconds and len(run.errors) < 8:
-            for arm in ("off", "on", "on", "off") * (_OFTEN // 2):
-                await bench.turn(run, arm, args.turn)
+            for _ in range(_OFTEN):
+                for arm in order.sample(list(ARMS), 2):
+                    await bench.turn(run, arm, args.turn)
             await bench.server.switch("off")  # ends the last turn
             turns = bench.server.turns()[known + 1 :]
             pairs = pairs_of(turns)
@@ -114,15 +117,17 @@ async def _compared(bench: Bench, point: Point, seed: str, run: Run) -> dict[str
 def pairs_of(turns: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """The speeds of neighbouring turns, (off, on).
 
-    If no step verified, the speed is expected seconds per second. Otherwise the arms run different
-    steps, and it is tokens per second, which also depends on the number of prompts in a turn.
+    If no step verified, the speed is that of decode steps: expected seconds per second. Otherwise
+    the arms run different steps, and it is tokens per second, which also depends on the number of
+    prompts in a turn.
     """
     drafted = any(each["verify_steps"] for each in turns)
+    done, seconds = ("tokens", "seconds") if drafted else ("expected_s", "decode_s")
     found: list[tuple[float, float]] = []
     for two in batched(turns, 2):
-        work = {each["arm"]: each["tokens" if drafted else "expected_s"] for each in two}
+        work = {each["arm"]: each[done] for each in two}
         if len(work) == 2 and all(work.values()):
-            speeds = {each["arm"]: work[each["arm"]] / each["seconds"] for each in two}
+            speeds = {each["arm"]: work[each["arm"]] / each[seconds] for each in two}
             found.append((speeds["off"], speeds["on"]))
     return found
 

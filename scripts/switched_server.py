@@ -8,11 +8,11 @@ output confirms them. Each signal begins a turn, even if nothing changes. When a
 line summarises its steps, from the first step that ends at least `SETTLED` seconds after its
 beginning to the last one:
 
-    turn {"arm": "on", "seconds": 0.29, "expected_s": 0.27, "tokens": 3700, "steps": 81,
-     "verify_steps": 0}
+    turn {"arm": "on", "seconds": 0.29, "decode_s": 0.21, "expected_s": 0.2, "tokens": 3700,
+     "steps": 81, "verify_steps": 0}
 
-`expected_s` is the expected duration of the turn's steps that do not verify, from the step times
-measured at the start.
+`decode_s` is the duration of the turn's decode steps, and `expected_s` their duration by the step
+times measured at the start.
 
 Weights of `--load-format dummy` are those of `chain_weights.py`. Step times go to the file that the
 variable STEP_TIMES names, as `jaxserve.step_times` reads it.
@@ -48,21 +48,22 @@ class _Turn:
         self.number, self.on = number, on
         self._counts_from = time.perf_counter() + SETTLED
         self._first = self._last = 0.0
-        self._expected = 0.0
+        self._decode = self._expected = 0.0
         self._tokens = self._steps = self._verify_steps = 0
 
     def step_ended(self, plan: StepPlan, tokens: int, times: StepTimes | None) -> None:
         """Counts a step."""
         now = time.perf_counter()
         if self._first:
+            if times is not None and plan.kind == "decode":
+                self._decode += now - self._last
+                self._expected += times.of(plan)
             self._last = now
             self._tokens += tokens
             self._steps += 1
             self._verify_steps += plan.verify
-            if times is not None and not plan.verify:
-                self._expected += times.of(plan)
         elif now >= self._counts_from:
-            self._first = now
+            self._first = self._last = now
 
     def end(self) -> None:
         """Writes the line, if any step was counted."""
@@ -70,6 +71,7 @@ class _Turn:
             found = {
                 "arm": "on" if self.on else "off",
                 "seconds": self._last - self._first,
+                "decode_s": self._decode,
                 "expected_s": self._expected,
                 "tokens": self._tokens,
                 "steps": self._steps,

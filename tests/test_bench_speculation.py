@@ -76,7 +76,9 @@ import sys
 sys.path.insert(0, "scripts")
 from speculation_points import pairs_of
 def turn(arm, seconds, verify):
-    return {"arm": arm, "seconds": seconds, "expected_s": 0.2, "tokens": 30, "verify_steps": verify}
+    return dict(
+        arm=arm, seconds=seconds, decode_s=seconds, expected_s=0.2, tokens=30, verify_steps=verify
+    )
 assert pairs_of([turn("off", 0.4, 0), turn("on", 0.5, 0)]) == [(0.5, 0.4)]
 assert pairs_of([turn("on", 0.5, 1), turn("off", 0.4, 0)]) == [(75.0, 60.0)]
 assert not pairs_of([turn("on", 0.5, 0), turn("on", 0.4, 0), turn("off", 0.4, 0)])

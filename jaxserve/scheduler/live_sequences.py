@@ -109,8 +109,8 @@ class LiveSequences:
             now=now,
             ttft_slo=self._config.ttft_slo if request.ttft_slo is None else request.ttft_slo,
         )
-        if self._config.policy == "slo":
-            seq.uncached -= self._kv_cache.cached_tokens(seq)
+        # Also hashes the prompt's pages, while a step runs. Planning would hash them between steps.
+        seq.uncached -= self._kv_cache.cached_tokens(seq)
         self._waiting.join(seq, now)
         self._next_id += 1
         self._live[seq.id] = self._by_request[seq.request_id] = seq
