@@ -90,8 +90,8 @@ $(VENV)/.docs: $(VENV)/.serve
 	@$(PIP) $(PINS) -e '.[docs]'
 	@touch $@
 
-# An environment of its own: with the CUDA plugin installed, jax complains wherever no GPU is. What
-# pip resolves for a GPU, less the CUDA libraries that compiling does not need; and an older Triton.
+# A separate environment, because jax with the CUDA plugin complains on machines without a GPU. It has
+# pip's packages for a GPU, without the CUDA libraries that compiling does not need; and an older Triton.
 $(COMPILER)/.ready: Makefile pyproject.toml $(CONSTRAINTS) scripts/resolve.py
 	@echo "installing XLA's and Triton's compilers for GPUs into $(COMPILER) (about 1.5 GB)"
 	@"$$(scripts/find_python.sh)" -m venv $(COMPILER)

@@ -242,7 +242,7 @@ class ExpertsSpec:
     router_bias: bool = False
     shared_width: int = 0
     """Output size of gate, and of up, of a shared expert; 0: there is none. Every token uses the
-    shared expert, times the sigmoid of a score of its own."""
+    shared expert, whose result is multiplied by the sigmoid of a separate score."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.num_experts:

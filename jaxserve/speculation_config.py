@@ -31,7 +31,7 @@ class SpeculationConfig:
     """Output tokens that are kept for lookups by later requests of the same tenant; 0: none."""
     model: str | None = None
     """A folder, Hub id or short name of a draft head or draft model; None: the drafter has no
-    weights of its own."""
+    weights."""
     native: bool = False
     """Whether the multi-token prediction weights of the model's checkpoint make the drafts."""
 

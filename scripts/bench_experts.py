@@ -7,7 +7,7 @@ Few rows: a layer's router choice, its products and the norm that adds their par
 layer as one chain of launches. The floor is the time in which the card copies the bytes of the
 experts that are touched, or in which it computes their operations at the rate of a large dense
 product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
-chain. Routing is random and uniform; every layer has router logits of its own.
+chain. Routing is random and uniform; every layer has its own router logits.
 
 --sweep tries launches beside the rule's, and compares their results with the rule's. --tiny has
 small shapes, to try the script without a card.

@@ -219,8 +219,8 @@ def streams(
 
 
 def beside_restores(bench: Bench, rate: Rate, length: int, alone: float) -> dict[str, Any]:
-    """Returns the figures if the requests were restored from lower tiers, or what they hit
-    instead."""
+    """Returns the figures if the requests were restored from lower tiers, else the tiers that they
+    hit."""
     came = [bench.found[name] for name in rate.ended]
     whole = sum(restored >= WHOLE * length for _, restored in came)
     if whole and whole >= WHOLE * len(came):

@@ -23,11 +23,10 @@ differences between loops, such as the timing of prompts, affect both arms alike
 the 95 % interval of the ratio is narrow enough (0.5 % on each side for fresh text, otherwise 2 %),
 or after `--seconds`.
 
-`speedup` is the centre of the ratios of neighbouring turns (`paired.py`). The ratio is that of
-tokens per second. If no step of the loop verified drafts, it is that of expected over actual time
-of decode steps instead: the mix of steps depends on the timing of prompts, and would vary more
-between turns than the arms may differ. The first answers have different lengths, so that clients
-do not run in lockstep.
+`speedup` is the centre of the ratios of neighbouring turns (`paired.py`). It compares tokens per
+second. If no step of the loop verified drafts, it compares expected with actual times of decode
+steps: the mix of steps depends on the timing of prompts, and would vary more between turns than the
+arms may differ. The first answers have different lengths, so that clients do not run in lockstep.
 
 A model is a shape with weights whose greedy output is known beforehand (`chain_weights.py`). Random
 weights would fall into loops, which look like successful lookups. Prompts are synthetic, and

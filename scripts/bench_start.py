@@ -137,7 +137,7 @@ def answers(url: str) -> bool:
 
 
 def show_memory(pid: int) -> None:
-    """Resident memory by what is mapped, the largest first."""
+    """Prints resident memory by mapping, the largest first."""
     resident: Counter[str] = Counter()
     mapped = ""
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 async def measure(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns seconds between tokens without a change, and what each change took."""
+    """Returns the seconds between tokens without a change, and the durations of each change."""
     arrivals: dict[int, list[float]] = {number: [] for number in range(options.streams)}
     tokens = options.max_model_len // 2
     params = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=0.0)

@@ -85,7 +85,7 @@ _asked = [0, True]
 
 
 class Switched(jaxserve.scheduler.Scheduler):
-    """A scheduler that can be told not to verify."""
+    """A scheduler with a switch for the verification of drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         verification = kwargs.get("verification")

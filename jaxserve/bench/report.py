@@ -144,7 +144,7 @@ def _classes(point: dict[str, Any]) -> list[str]:
 
 
 def _lengths(point: dict[str, Any]) -> str:
-    """Prompt against output tokens of every request: crosses are lost, at what they asked for."""
+    """Prompt and output tokens of each request. Crosses: lost requests, at the requested output."""
 
     def draw(figure: Figure) -> None:
         axes: Axes = figure.subplots()
@@ -214,7 +214,7 @@ def _timeline(point: dict[str, Any]) -> list[str]:
 
 
 def _goodput(points: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Throughput against goodput: what is served, and what is served in time."""
+    """Throughput against goodput: all served requests, and those served in time."""
 
     def draw(figure: Figure) -> None:
         axes: Axes = figure.subplots()

@@ -135,7 +135,7 @@ class Options:
 
 
 _DESCRIPTION = "Serve a language model behind an OpenAI-compatible API."
-_EPILOG = """commands, by the first word, each with a --help of its own:
+_EPILOG = """commands, by the first word, each with its own --help:
   serve [MODEL]   serve, as without a command
   precompile      compile what serving with the same flags needs, so that later starts are fast
   convert         convert or quantise a checkpoint

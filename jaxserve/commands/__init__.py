@@ -1,1 +1,1 @@
-"""The commands of `python -m jaxserve`, except `bench`, which is a package of its own."""
+"""The commands of `python -m jaxserve`, except `bench`, which is a separate package."""

@@ -199,8 +199,8 @@ def _state_bytes(planned: EnginePlan) -> int:
 def _read_weights(planned: EnginePlan, rows: int) -> int:
     """Returns the bytes of weights that a decode step of few sequences reads.
 
-    Excludes fp8 copies and an embedding that is not the output matrix, of which a step reads few
-    rows. Counts the expected number of used experts, if each sequence chooses at random.
+    Excludes fp8 copies. Excludes an embedding that is not the output matrix, because a step reads
+    few of its rows. Counts the expected number of used experts, if each sequence chooses at random.
     """
     from jaxserve.models.layer_weights import Experts
     from jaxserve.startup.memory import tree_bytes

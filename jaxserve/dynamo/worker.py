@@ -142,7 +142,7 @@ class Worker(backend.LLMEngine):
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
-        """Starts to report the use of the cache. Dynamo calls it on a thread of its own."""
+        """Starts to report the use of the cache. Dynamo calls it on a separate thread."""
         assert self._loop is not None
         self._reporting = asyncio.run_coroutine_threadsafe(self._report(publisher), self._loop)
 

@@ -325,7 +325,7 @@ class CpuCopier(PageCopier):
 
 
 class CudaCopier(PageCopier):
-    """Copies with the GPU's copy engines, on two streams of its own."""
+    """Copies with the GPU's copy engines, on two separate streams."""
 
     def __init__(
         self,

@@ -91,9 +91,9 @@ _WORTH_A_MASK = 0.25
 Chosen, not measured."""
 
 _CHEAP_ROWS, _NEAR, _LONGEST_REST = 8, 0.5, 32
-"""Lookups for up to `_CHEAP_ROWS` rows run in every step. With more rows, about that many are asked
-first. If these expect less than `_NEAR` of the drafts that would pay, lookups pause for up to
-`_LONGEST_REST` steps. Chosen values; a lookup was measured at some 3 us per row and step."""
+"""Lookups for up to `_CHEAP_ROWS` rows run in every step. With more rows, about that many are
+looked up first. If these expect less than `_NEAR` of the drafts that would pay, lookups pause for
+up to `_LONGEST_REST` steps. Chosen values; a lookup was measured at some 3 us per row and step."""
 
 _SPREAD = 0x9E3779B1
 """Multiplier from the golden ratio. It spreads consecutive ids evenly over 32 bits."""
@@ -157,7 +157,7 @@ class VerifyRows:
         self.in_flight = 0
         """Number of plans in flight with verify rows. If 0, no sequence has drafts in flight."""
         self._hoped = True
-        """Whether the rows that were asked first suggest that drafts pay."""
+        """Whether the first rows that were looked up suggest that drafts pay."""
         self.counts = DraftCounts(widest - 1)
         self.ended = verification.ended
         """Called for each sequence that ends."""
@@ -211,9 +211,9 @@ class VerifyRows:
         return rows
 
     def _proposals(self, decoding: list[Sequence], unsettled: int) -> Mapping[int, Proposal]:
-        """Returns proposals. With many rows, it first asks for the same few. Only if these have
-        nearly enough drafts does it ask for the others: asking for all rows in each step would
-        take some percent of the step on the host."""
+        """Returns proposals. With many rows, it looks up the same few rows first, and the others
+        only if these have nearly enough drafts: lookups for all rows in each step would take some
+        percent of the step on the host."""
         rows, decision, propose = len(decoding), self._decision, self._verification.proposer
         everyone = decision is None or unsettled > 0 or rows <= _CHEAP_ROWS
         if self._resting and not everyone:

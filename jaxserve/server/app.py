@@ -168,7 +168,7 @@ def make_runner(app: web.Application, *, shutdown_timeout: float = 5.0) -> web.A
     """Makes the runner that serves the application, in tests and in production.
 
     With `handler_cancellation`, aiohttp cancels a handler when its client disconnects, so the
-    engine does not generate for nobody. `cleanup` waits `shutdown_timeout` seconds for handlers
+    engine stops generating. `cleanup` waits `shutdown_timeout` seconds for handlers
     before it cancels them; the engine ends its streams earlier. aiohttp's keep-alive timeout counts
     from when a connection is ready for a request until the complete headers of that request have
     arrived.

@@ -62,8 +62,8 @@ class MemoryPlan:
 
 
 def is_exhausted(error: Exception) -> bool:
-    """Returns whether an error of XLA or the driver means that device memory ran out. The message
-    tells, because the error has no type of its own."""
+    """Returns whether an error of XLA or the driver means that device memory ran out. Reads the
+    message, because such errors have no separate type."""
     return any(name in str(error) for name in ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"))
 
 

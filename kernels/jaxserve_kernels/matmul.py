@@ -56,7 +56,7 @@ def token_format(
     """The 8-bit format in which the product reads its tokens; None if it reads them in `dtype`.
 
     The kernel that computes the tokens may write `QuantizedTokens` of that format directly. Given
-    unquantised tokens, the product quantises them in a kernel of its own.
+    unquantised tokens, the product quantises them in a separate kernel.
     """
     if weight is None:
         return None

@@ -220,7 +220,7 @@ def _numbered(
 
 
 def _maxtext(path: str, shape: Shape, config: Mapping[str, Any]) -> dict[str, Place]:
-    """MaxText's layers, each a module of its own or all in one array with an axis of layers."""
+    """MaxText's layers: a module each, or all in one array with an axis of layers."""
     match = _SCANNED.fullmatch(path)
     known = _MAXTEXT.get(match[2] if match else path)
     if known is None:

@@ -198,7 +198,7 @@ def propose(params: BlockParams, scores: Array, last: Array, draw: Draw) -> Arra
 
 
 def markov_scores(params: BlockParams, previous: Array) -> Array | float:
-    """Returns what the Markov head adds to the scores, float32 [rows, vocab]; 0 without one.
+    """Returns the Markov head's addend to the scores, float32 [rows, vocab]; 0 without a head.
 
     Args:
       previous: int32 [rows], the token before each draft.

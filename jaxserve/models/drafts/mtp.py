@@ -4,7 +4,7 @@ The cache entry at position i combines the model's state at i with the token at 
 
     state = hidden state after the final norm        # later passes: the head's own, after its norm
     x = fc(concat(rms(embed(token i + 1), embedding_norm), rms(state, hidden_norm)))
-    y = decoder layer(x), with keys and values of its own
+    y = decoder layer(x), with separate keys and values
     scores of token i + 2 = the model's output matrix @ rms(y, final_norm)
 
 (vLLM's qwen3_5_mtp.py. Only the acceptance rate shows that the state must come after the model's

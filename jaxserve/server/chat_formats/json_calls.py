@@ -277,7 +277,7 @@ class ObjectCall:
 
 
 def any_body(tools: Sequence[CallableTool]) -> str:
-    """Returns a Lark rule for a call of any of the tools. Each tool has a rule of its own."""
+    """Returns a Lark rule for a call of any of the tools. Each tool has its own rule."""
     return "body: " + " | ".join(f"body_{index}" for index in range(len(tools)))
 
 

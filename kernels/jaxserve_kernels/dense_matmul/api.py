@@ -57,7 +57,7 @@ def _unlike(x: Array, target: Target) -> Refusal | None:
 
 
 def _few_tokens(*, gated: bool, pdl: bool) -> Implementation:
-    """The kernel for few tokens. pdl: the one that copies weights before its inputs exist."""
+    """The kernel for few tokens. pdl: the kernel copies weights before its inputs exist."""
     name = "triton_streaming" if pdl else "triton"
 
     def configure(x: Array, weight: Array, *, target: Target, **_: Any) -> Config | Refusal:

@@ -34,12 +34,12 @@ HALF = gl.constexpr(ROWS // 2)
 """Rows of a warpgroup, of either half of a tile."""
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]))
 SHORT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16]))
-"""Of sums of the tokens that each tile has, and of those that it may have beside them."""
+"""Layouts of sums: of the MAIN tokens that each tile has, and of the BOX more that it may have."""
 _LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
 _SHORT_LEFT = gl.constexpr(gl.DotOperandLayout(0, SHORT.value, 2))
 _ROW = gl.constexpr(gl.SliceLayout(1, _LEFT.value))
 PLAIN = gl.constexpr(-2)
-"""In place of a `weights.Kind`: the weight is an array."""
+"""Stands for an unquantised weight where a `weights.Kind` is expected."""
 _OTHER = gl.constexpr(OTHER.value)
 _INT8 = gl.constexpr(INT8.value)
 _INT4 = gl.constexpr(INT4.value)
@@ -51,8 +51,8 @@ def plain_sums(
     part: gl.constexpr, x_ring, t_ring, w_ring, ready, free, at,
     k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Sums of both halves of a tile, [HALF, _MAIN] and [HALF, _BOX], from step `at` of the rings
-    on; the step after it."""
+    """Returns the sums of both halves of a tile, [HALF, _MAIN] and [HALF, _BOX], from step `at` of
+    the rings on; and the step after the tile."""
     left = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
     right = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
     short_left = gl.zeros([HALF, _BOX], gl.float32, SHORT)
@@ -74,7 +74,7 @@ def plain_sums(
             )
         else:
             left, right = warpgroup_mma_wait(2, deps=[left, right])
-        # The products of the step before this one are done, and its place free.
+        # The products of the previous step are done, so its ring stage is free.
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
         at += 1
     if TAIL:
@@ -93,8 +93,8 @@ def code_sums(
     right_tile, at, k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """The same of codes, with scales of 128 inputs or of rows. The tiles of codes are those of the
-    warpgroup's rows. Who converts does not multiply: that is the other warpgroup's time."""
+    """`plain_sums` of codes, with a scale per 128 inputs or per row. The tiles of codes are those
+    of the warpgroup's rows. While one warpgroup converts codes, the other one multiplies."""
     SCALED: gl.constexpr = KIND >= _INT4 or k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
     left = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
@@ -156,7 +156,7 @@ def _add_codes(
     TAIL: gl.constexpr, KIND: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """main and short plus the products of codes of 128 inputs."""
+    """Adds the products of 128 inputs of codes to main and short."""
     planes = _unpacked(codes.load(_LEFT), scales, KIND, SCALED, ZERO, UNPACK)
     width: gl.constexpr = codes.shape[1]
     for plane in gl.static_range(128 // width):
@@ -167,7 +167,7 @@ def _add_codes(
             x = t_ring.index(panel).slice(plane * width % _DEPTH, width, dim=1)
             again = gl.convert_layout(planes[plane], _SHORT_LEFT, assert_trivial=True)
             short = warpgroup_mma(again, x.permute((1, 0)), short, is_async=True)
-    # Registers that products read are not written before they are done.
+    # The next step overwrites registers that these products read.
     if TAIL:
         main, short = warpgroup_mma_wait(0, deps=[main, short])
     else:
@@ -180,7 +180,7 @@ def _unpacked(
     words, scales, KIND: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
     UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """Four or two planes in bfloat16 [HALF, width], times their scales where groups have some."""
+    """Returns four or two planes in bfloat16 [HALF, width], times their groups' scales, if any."""
     scale, zero = scales
     if KIND == _INT4:
         a, b, c, d = nibbles(words)

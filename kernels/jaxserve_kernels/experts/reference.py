@@ -26,8 +26,8 @@ from jaxserve_kernels.weights import is_quantized
 def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
     """Picks the k experts with the largest logits for each token, and the weights of their results.
 
-    A weight is the softmax over all logits, or the sigmoid of its own (`routing.scoring`). With
-    `routing.normalize` a token's weights are divided by their sum.
+    A weight is the softmax over all logits, or the sigmoid of the expert's logit
+    (`routing.scoring`). With `routing.normalize` a token's weights are divided by their sum.
 
     Args:
       logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them. Columns

@@ -82,9 +82,10 @@ def _int4_group(acc, values, x, present, scale_ptr):
 
 @triton.jit
 def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
-    """A plane is a block; its values times its scale are exact: 2 and 4 significant bits.
+    """Adds a tile of NVFP4 to acc. A plane is a block.
 
-    They are 2^-8 of what they mean; row_scale makes up for it.
+    A code times its block's scale is exact in bfloat16: 2 and 4 significant bits. The product is
+    2^-8 times the weight; row_scale contains the factor 2^8.
     """
     a, b, c, d = nvfp4_factors(tl.load(scale_ptr))
     a, b, c, d = e2m1_times(words, a, b, c, d)
@@ -93,7 +94,7 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
 
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
-    """A plane is a block."""
+    """Adds a tile of MXFP4 to acc. A plane is a block."""
     a, b, c, d = mxfp4_factors(tl.load(scale_ptr))
     a, b, c, d = e2m1_times(words, a, b, c, d)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
@@ -117,16 +118,16 @@ def accumulate(
     KIND: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     UNROLL: tl.constexpr, STAGES: tl.constexpr, UNPACK: tl.constexpr,
 ):  # fmt: skip
-    """Weight rows `row` times the tokens `token` over `steps` tiles of inputs from `first`.
+    """Returns weight rows `row` times tokens `token`, over `steps` tiles of inputs from `first`.
 
-    Tokens have `columns` of the weight's k inputs, the others are 0: if they are fewer, a scale
-    must be for at least a tile.
+    Tokens have `columns` inputs. The weight's other k - columns inputs count as 0; if there are
+    any, a scale must cover at least one tile.
 
-    second_ptr: zero points of INT4, scales per row of NVFP4. GROUP: inputs per scale of the kinds
-    that have float32 scales; k where a row has one.
+    second_ptr: zero points of INT4, or scales per row of NVFP4. GROUP: inputs per float32 scale;
+    k if a row has one scale.
 
-    Every tile's sums are scaled on their way to `acc`: a product right into `acc` would make the
-    tensor cores wait for each other, since registers feed them.
+    The sums of each tile are scaled and then added to `acc`. Products that accumulate directly in
+    `acc` would wait for each other, because their left operand comes from registers.
     """
     depth: tl.constexpr = 64 if KIND == NVFP4 else 128
     width: tl.constexpr = depth // 4 if KIND >= INT4 else depth // 2
@@ -205,7 +206,7 @@ def _gated(
     UNROLL: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     UNPACK: tl.constexpr = None,
 ):  # fmt: skip
-    """A tile is ROWS / 2 rows of gate and the same rows of up, so the gating needs no exchange."""
+    """Gated product. A tile is ROWS / 2 rows of gate and the same rows of up."""
     half: tl.constexpr = ROWS // 2
     lane = tl.arange(0, ROWS)
     row = tl.program_id(0) * half + lane % half + (lane // half) * n
@@ -224,7 +225,7 @@ def store_gated(
     acc, out_ptr, row, token,
     tokens, n: tl.constexpr, half: tl.constexpr, TOKENS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The activation of the first half of acc's rows times the second half."""
+    """Returns activation(gate) * up; gate is the first half of acc's rows, up the second."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
     values = gated(gate, up, out_ptr.dtype.element_ty, GATED)
     out = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]

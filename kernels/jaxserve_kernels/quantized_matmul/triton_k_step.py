@@ -1,7 +1,8 @@
-"""A k-step of products that stream: tiles of codes in shared memory, times tokens beside them.
+"""A k-step of the streaming products: tiles of codes times tokens, both in shared memory.
 
-Codes become bfloat16 in registers, from where the tensor cores take them, a plane of inputs at a
-time: 32 inputs of 4-bit codes, 16 of NVFP4, whose tiles are two of 64 inputs, and 64 of bytes.
+Codes are converted to bfloat16 in registers, from which the tensor cores read them. One product
+takes a plane of inputs: 32 for 4-bit codes, 64 for bytes, and 16 for NVFP4, which has two tiles of
+64 inputs in place of one of 128.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _MXFP4 = gl.constexpr(MXFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 MOST_BY_A_WARP = gl.constexpr(16)
-"""Tokens up to which a warp multiplies its own rows, which waits for nothing; of more, each warp
-would read all tokens from shared memory, and a warpgroup reads them once."""
+"""Up to this many tokens each warp multiplies its own rows, without waiting for other warps. With
+more tokens a warpgroup multiplies together, so that it reads the tokens from shared memory once."""
 
 
 @gluon.jit
 def _planes(words, scales, KIND: gl.constexpr):
-    """Words of codes to bfloat16, plane by plane. 4-bit floats are multiplied by their blocks'
-    scales: `scales` has them, a word for each row. 4-bit integers are as `less_zero` takes them."""
+    """Converts words of codes to planes in bfloat16. 4-bit floats are multiplied by the scales of
+    their blocks: `scales` has one word per row. 4-bit integers are the input of `less_zero`."""
     if KIND == _INT4:
         planes = nibbles(words)
-    elif KIND == _NVFP4:  # 2^-8 of what they mean
+    elif KIND == _NVFP4:  # 2^-8 times the weight
         a, b, c, d = nvfp4_factors(scales)
         planes = e2m1_times(words, a, b, c, d)
     elif KIND == _MXFP4:  # relative to MXFP4_POWER
@@ -65,7 +66,7 @@ def _planes(words, scales, KIND: gl.constexpr):
 def _plane_less_zero(
     values, zeros, place: gl.constexpr, plane: gl.constexpr, ROWS: gl.constexpr, ZERO: gl.constexpr
 ):  # fmt: skip
-    """`less_zero` of a plane of 4-bit integers, whose rows' zero points are at `place`."""
+    """Applies `less_zero` to a plane of 4-bit integers; zero points are at index `place`."""
     if ZERO == _NO_ZERO:
         values = less_zero(values, 0, plane, ZERO)
     else:
@@ -89,8 +90,8 @@ def add_k_steps(
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     KIND: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a k-step's first COUNT tiles. Those of a warpgroup are waited for when
-    the next are under way. groups: scales of a row in a tile, 0 where a row has one."""
+    """Adds the products of a k-step's first COUNT tiles to acc. A warpgroup waits for a product
+    after it has issued the next one. groups: scales per row and tile; 0: one scale per row."""
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -98,7 +99,7 @@ def add_k_steps(
     planes: gl.constexpr = 2 if KIND < _INT4 else 4
     depth: gl.constexpr = 128 // (halves * planes)
     scaled: gl.constexpr = groups > 0 and KIND <= _INT4
-    # Planes whose sums are scaled, or added, at once.
+    # Number of planes that are summed before the sum is scaled or added.
     shared: gl.constexpr = planes // groups if scaled else halves * planes
     nothing = gl.zeros_like(acc)
     before = nothing

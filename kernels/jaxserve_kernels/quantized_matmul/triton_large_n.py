@@ -77,7 +77,7 @@ def _product(
     x = x_ptr + token * k + gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     there, _ = gl.broadcast(token < tokens, x)
     k_steps = (groups - program + programs - 1) // programs * steps
-    for k_step in gl.static_range(ahead):  # a program has more k-steps than this
+    for k_step in gl.static_range(ahead):  # a program has more k-steps than the ring has stages
         _copy(word_ring, x_ring, words, x, there, k_step, k_step, blocks, steps, BLOCKS)
 
     nothing = gl.zeros([_ROWS, TOKENS], gl.float32, mma)

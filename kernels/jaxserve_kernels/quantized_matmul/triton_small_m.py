@@ -33,8 +33,8 @@ def _tile_and_row(
     program, first, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """The warps' first tiles [WARPS, 1], and weight rows [1, ROWS]; gated: gate rows, then up
-    rows."""
+    """Returns each warp's first tile [WARPS, 1], and the weight rows [1, ROWS]. Gated, these are
+    gate rows, then up rows."""
     tile = first + gl.arange(0, WARPS, gl.SliceLayout(1, layout))
     lane = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     row = program * ROWS + lane

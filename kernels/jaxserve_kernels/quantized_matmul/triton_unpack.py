@@ -11,16 +11,16 @@ import triton.language as tl
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO
 
 MXFP4_POWER = tl.constexpr(2.0**64)
-"""MXFP4's powers of two are taken relative to this one. So bfloat16 has a block's values times its
-power exactly if that is from 2^-68 to 2^65. Smaller products are rounded; no weight has a larger
-power."""
+"""MXFP4's powers of two are divided by this one. So bfloat16 represents a block's values times its
+power exactly if the power is from 2^-68 to 2^65. Smaller products are rounded; no weight has a
+larger power."""
 
 
 @triton.jit
 def nibbles(words):
-    """16-bit words to four bfloat16 vectors: their nibbles times 2^-133, 2^-129, 2^-133, 2^-129.
+    """Converts 16-bit words to four bfloat16 vectors: nibbles times 2^-133, 2^-129, 2^-133, 2^-129.
 
-    Below 2^-125 bfloat16's numbers are evenly spaced, so that any bits of a lower byte are one.
+    Below 2^-125 bfloat16's numbers are evenly spaced, so the low byte can be read as an integer.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 high; shr.u32 high, $4, 8;
@@ -33,7 +33,7 @@ def nibbles(words):
 
 @triton.jit
 def low_less_8(values):
-    """(nibble - 8) / 64 of an even plane, exactly: 0x7f00 is 2^127, 0xbe00 is -1 / 8."""
+    """Returns (nibble - 8) / 64 for an even plane, exactly. 0x7f00 is 2^127, 0xbe00 is -1 / 8."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 factor, offset; mov.b32 factor, 0x7f007f00; mov.b32 offset, 0xbe00be00;
         fma.rn.bf16x2 $0, $1, factor, offset; }""",
@@ -43,7 +43,7 @@ def low_less_8(values):
 
 @triton.jit
 def high_less_8(values):
-    """The same of an odd plane: 0x7d00 is 2^123."""
+    """Returns (nibble - 8) / 64 for an odd plane, exactly. 0x7d00 is 2^123."""
     return tl.inline_asm_elementwise(
         """{ .reg .b32 factor, offset; mov.b32 factor, 0x7d007d00; mov.b32 offset, 0xbe00be00;
         fma.rn.bf16x2 $0, $1, factor, offset; }""",
@@ -53,7 +53,7 @@ def high_less_8(values):
 
 @triton.jit
 def low_plus(values, offset):
-    """nibble / 64 + offset of an even plane."""
+    """Returns nibble / 64 + offset for an even plane."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 factor; mov.b32 factor, 0x7f007f00; fma.rn.bf16x2 $0, $1, factor, $2; }",
         "=r,r,r", [values, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
@@ -62,7 +62,7 @@ def low_plus(values, offset):
 
 @triton.jit
 def high_plus(values, offset):
-    """The same of an odd plane."""
+    """Returns nibble / 64 + offset for an odd plane."""
     return tl.inline_asm_elementwise(
         "{ .reg .b32 factor; mov.b32 factor, 0x7d007d00; fma.rn.bf16x2 $0, $1, factor, $2; }",
         "=r,r,r", [values, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
@@ -71,10 +71,11 @@ def high_plus(values, offset):
 
 @triton.jit
 def nvfp4_factors(words):
-    """Four e4m3 scales without sign, times 2^118: each as bfloat16 in both halves of a word.
+    """Converts four e4m3 scales without sign, times 2^118, to bfloat16 in both halves of a word.
 
-    Two at a time: exponent and mantissa go where bfloat16 has them (a number 2^120 too small),
-    times 2^127, and 111 more in the exponent. So 0 becomes 2^-16: `e2m1_times` takes it as 0.
+    Converts two at a time. Exponent and mantissa move to bfloat16's places, which gives a number
+    that is 2^120 too small. It is multiplied by 2^127, and 111 is added to its exponent. So 0
+    becomes 2^-16; products with it in `e2m1_times` round to 0.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x7f007f00; mov.b32 zero, 0x80008000;
@@ -90,10 +91,10 @@ def nvfp4_factors(words):
 
 @triton.jit
 def e2m1_times(words, a, b, c, d):
-    """16-bit words to four bfloat16 vectors of e2m1 values, times 2^-126 and a factor each.
+    """Converts 16-bit words to four bfloat16 vectors: e2m1 values times 2^-126 times a factor each.
 
-    A nibble's sign, exponent and mantissa go where bfloat16 has them: one product puts the nibble
-    at both places, a mask takes what is meant. That is the value times 2^-126.
+    A nibble's sign, exponent and mantissa move to bfloat16's places. One integer product copies the
+    nibble to both places, and a mask keeps the right bits. The result is the value times 2^-126.
     """
     shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
@@ -114,10 +115,10 @@ def e2m1_times(words, a, b, c, d):
 
 @triton.jit
 def int8_pair(words):
-    """16-bit words to two bfloat16 vectors, of their low and of their high bytes as int8.
+    """Converts the low and the high bytes of 16-bit words, as int8, to two bfloat16 vectors.
 
-    The low seven bits on 0x4300 are 128 + them; the sign bit on 0x4300 is 256 if set, else 128;
-    the difference is the number.
+    0x4300 with the byte's low seven bits is 128 plus those bits. 0x4300 with its sign bit is 256 if
+    that is set, else 128. The difference is the number.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, c, minus; mov.b32 minus, 0xbf80bf80;
@@ -133,9 +134,9 @@ def int8_pair(words):
 
 @triton.jit
 def e4m3_pair(words):
-    """16-bit words to two bfloat16 vectors, of their low and of their high bytes as e4m3.
+    """Converts the low and the high bytes of 16-bit words, as e4m3, to two bfloat16 vectors.
 
-    Exponent and mantissa go where bfloat16 has them (a number 2^120 too small), then one product.
+    Exponent and mantissa move to bfloat16's places; a product by 2^120 corrects the exponent.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x7b807b80; mov.b32 zero, 0x80008000;
@@ -149,21 +150,21 @@ def e4m3_pair(words):
 
 @triton.jit
 def side_by_side(a, b):
-    """[rows, n] twice to [rows, 2 n]; in registers, where each thread has its part of both."""
+    """Joins two [rows, n] to [rows, 2 n]; in registers, if each thread has its part of both."""
     both = tl.permute(tl.join(a, b), (0, 2, 1))
     return tl.reshape(both, (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
 def four_side_by_side(a, b, c, d):
-    """[rows, n] four times to [rows, 4 n], as `side_by_side`."""
+    """Joins four [rows, n] to [rows, 4 n], like `side_by_side`."""
     four = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     return tl.reshape(four, (a.shape[0], 4 * a.shape[1]))
 
 
 @triton.jit
 def each(rows, shape: tl.constexpr):
-    """[rows] for each element of [rows, n], [warps, rows] for each of [warps, rows, n]."""
+    """Broadcasts [rows] to [rows, n], or [warps, rows] to [warps, rows, n]."""
     return tl.broadcast_to(tl.expand_dims(rows, len(rows.shape)), shape)
 
 
@@ -175,7 +176,7 @@ def column(rows, shape: tl.constexpr):
 
 @triton.jit
 def less_zero(values, zero, PLANE: tl.constexpr, ZERO: tl.constexpr):
-    """(nibble - zero) / 64 of a plane of `nibbles`; exactly, where zeros are whole."""
+    """Returns (nibble - zero) / 64 for a plane of `nibbles`; exact if zeros are integers."""
     if ZERO == NO_ZERO:
         values = high_less_8(values) if PLANE % 2 else low_less_8(values)
     else:
@@ -186,7 +187,7 @@ def less_zero(values, zero, PLANE: tl.constexpr, ZERO: tl.constexpr):
 
 @triton.jit
 def e4m3_byte(words, byte: tl.constexpr):
-    """float32 of one byte of 32-bit words, as e4m3 without sign."""
+    """Converts one byte of 32-bit words, as e4m3 without sign, to float32."""
     bits = ((words >> (8 * byte)) & 0x7F) << 20
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
@@ -199,17 +200,17 @@ def power(exponent):
 
 @triton.jit
 def largest_exponent(words):
-    """Of the four in each word: int32."""
+    """Returns the largest of the four exponents in each word, int32."""
     low = tl.maximum(words & 0xFF, (words >> 8) & 0xFF)
     return tl.maximum(low, tl.maximum((words >> 16) & 0xFF, words >> 24)).to(tl.int32)
 
 
 @triton.jit
 def mxfp4_factors(words):
-    """Four E8M0 exponents to powers of two relative to `MXFP4_POWER`, times 2^126: each as bfloat16
-    in both halves of a word.
+    """Converts four E8M0 exponents to powers of two, divided by `MXFP4_POWER` and times 2^126. Each
+    is bfloat16 in both halves of a word.
 
-    A power up to 2^65 has an exponent of up to 254 then, the largest that bfloat16 has.
+    A power of 2^65 then has the exponent 254, the largest of bfloat16's.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, c, d, none; mov.b32 none, 0;

@@ -49,7 +49,7 @@ class _EightBitWeight(_Arrays, Quantized):
         raise NotImplementedError
 
     def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean."""
+        """float32 [..., out, in]: the values of the codes, by definition."""
         scale = layout.untile_rows(self.scale)
         if scale.shape[-1] > 1:
             scale = jnp.repeat(scale, self.group, axis=-1)

@@ -94,7 +94,7 @@ class Quantized(ABC):
 
     @abstractmethod
     def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean."""
+        """float32 [..., out, in]: the values of the codes, by definition."""
 
     @property
     def operand(self) -> Operand | None:

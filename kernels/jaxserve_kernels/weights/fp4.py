@@ -53,7 +53,7 @@ class Nvfp4Weight(_Nvfp4Arrays, Quantized):
         )
 
     def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean."""
+        """float32 [..., out, in]: the values of the codes, by definition."""
         codes = _bytes_of(layout.untile_rows(self.scale))
         scale = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
         values = e2m1_values(layout.unpack_nibbles(self.packed))
@@ -97,7 +97,7 @@ class Mxfp4Weight(_Mxfp4Arrays, Quantized):
         )
 
     def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean. Exponent 255 is NaN."""
+        """float32 [..., out, in]: the values of the codes, by definition. Exponent 255 is NaN."""
         exponent = _bytes_of(layout.untile_rows(self.scale)).astype(jnp.int32)
         power = jnp.ldexp(jnp.float32(1.0), exponent - 127)
         power = jnp.where(exponent == 255, jnp.nan, power)

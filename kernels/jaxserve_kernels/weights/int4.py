@@ -53,7 +53,7 @@ class Int4Weight(_Arrays, Quantized):
         )
 
     def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean."""
+        """float32 [..., out, in]: the values of the codes, by definition."""
         codes = layout.unpack_nibbles(self.packed).astype(jnp.float32)
         zero = 8.0 if self.zero is None else self._per_input(self.zero)
         return (codes - zero) * self._per_input(self.scale)

@@ -42,7 +42,7 @@ class OrderedInt4Weight(_Arrays, Quantized):
         return self.order, self.stored
 
     def dequantize(self) -> Array:
-        """float32 [..., out, in]: the definition of what the codes mean."""
+        """float32 [..., out, in]: the values of the codes, by definition."""
         place = jnp.argsort(self.order, axis=-1)[..., None, :]
         return jnp.take_along_axis(self.stored.dequantize(), place, axis=-1)
 

@@ -66,8 +66,8 @@ def copy_unit(
     kv_heads: gl.constexpr, GROUP: gl.constexpr, QUARTER: gl.constexpr, BITS: gl.constexpr,
     CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Copies one unit of a context: a chunk of the sink or of the own page, of which earlier steps
-    have stored `offset` tokens, or the codes of `page`."""
+    """Copies one unit of a context: a chunk of the sink, a chunk of the token's own page, or the
+    codes of `page`. `offset`: tokens of the own page that earlier steps have stored."""
     DIM: gl.constexpr = 4 * QUARTER
     tiles = ring.index(stage)
     if index < raw_units:
