@@ -118,6 +118,16 @@ def test_sinks(name: str, work: str, window: int | None, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_programs_take_several_tiles_of_split_contexts(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tiles have four pages for three splits, so that the last split has none."""
+    attention_equals_the_definition(
+        "auto", "long", monkeypatch, options="nothing", q_heads=8, window=window, splits=3
+    )
+
+
 def attention_equals_the_definition(
     name: str,
     work: str,
@@ -126,11 +136,13 @@ def attention_equals_the_definition(
     options: str,
     q_heads: int,
     window: int | None = None,
+    splits: int = 1,
 ) -> None:
-    if work == "long":
-        whole = attention_config.HopperConfig(splits=1)
-        monkeypatch.setattr(attention_config, "hopper_heuristic", lambda **_: whole)
+    if work == "long":  # a program takes several tiles
+        config = attention_config.HopperConfig(splits=splits, min_blocks=1)
+        monkeypatch.setattr(attention_config, "hopper_heuristic", lambda **_: config)
         monkeypatch.setattr(hopper, "_MORE_TILES", -7)
+        monkeypatch.setattr(hopper, "_MORE_SPLIT_TILES", -7)
     starts, counts = (WORKS | OTHERS)[work]
     ends = tuple(start + count for start, count in zip(starts, counts, strict=True))
     tile_size = tile_tokens(q_heads // 2) if max(counts) > 1 else 1

@@ -38,6 +38,9 @@ _MORE_TILES = 16
 for far more tiles, but an idle program costs its multiprocessor 0.8 µs. With more tiles, a program
 takes several."""
 
+_MORE_SPLIT_TILES = 1
+"""The same in steps with splits, where each tile has several programs."""
+
 _LEAST = gl.constexpr(-1.0e30)
 """The peak of a row that has seen no key. It is finite, so that -inf minus the peak is -inf, not
 NaN."""
@@ -227,14 +230,15 @@ def _attend_tiles(
             MIN_PAGES,
             WINDOW,
         )
-        _attend(
-            q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
-            first, length, position, kv_head, begin, end, alone, split,
-            ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS,
-            part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, PAGE, SPLITS, STAGES,
-            WINDOW,
-        )  # fmt: skip
-        base += end - begin
+        if begin < end:  # a short context has fewer splits
+            _attend(
+                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+                base, first, length, position, kv_head, begin, end, alone, split,
+                ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS,
+                part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, PAGE, SPLITS, STAGES,
+                WINDOW,
+            )  # fmt: skip
+            base += end - begin
         tile += step
 
 
@@ -248,26 +252,11 @@ def _program(
     WINDOW: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
-    tile = gl.program_id(1)
-    split = gl.program_id(2)
+    split = gl.program_id(1)
+    tile = gl.program_id(2)
     if gl.load(length_ptr + tile) == 0:
         return
-    if SPLITS > 1:
-        _, _, _, _, begin, end, _ = share_of(
-            tile,
-            split,
-            first_ptr,
-            length_ptr,
-            slot_ptr,
-            position_ptr,
-            PAGE,
-            SPLITS,
-            MIN_PAGES,
-            WINDOW,
-        )
-        if begin >= end:
-            return
-    step = gl.num_programs(1)
+    step = gl.num_programs(2)
     pages = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, PAGE, DIM], kv.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -320,9 +309,8 @@ def launch(
     num_pages, kv_heads, _, page_size, head_dim = kv.shape[1:]
     q_heads = q.shape[1]
     places = tiles.first.shape[0]
-    programs = places
-    if config.splits == 1:  # with splits, the first tile may have no pages
-        programs = min(places, q.shape[0] // tile_size + _MORE_TILES)
+    more = _MORE_TILES if config.splits == 1 else _MORE_SPLIT_TILES
+    programs = min(places, q.shape[0] // tile_size + more)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)
     return triton_call(
@@ -331,7 +319,7 @@ def launch(
         name="paged_attention_hopper",
         target=target,
         out_type=types,
-        grid=(kv_heads, programs, config.splits),
+        grid=(kv_heads, config.splits, programs),
         num_warps=4,
         table_stride=page_table.shape[1],
         scale=head_dim**-0.5 * LOG2_E,

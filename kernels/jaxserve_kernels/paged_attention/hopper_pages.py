@@ -82,5 +82,5 @@ def copy_tiles(
             kv, table_ptr + slot * table_stride, pages, ready, free, base, begin, end, first_row,
             kv_head, kv_heads, DIM, PAGE, STAGES,
         )  # fmt: skip
-        base += end - begin
+        base += gl.maximum(end - begin, 0)
         tile += step
