@@ -92,10 +92,8 @@ def test_attention_inputs(parts: int, options: str) -> None:
         ("chunks_and_decodes_in_a_window", 2),
     ],
 )
-def test_paged_attention(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_attention(name: str, splits: int) -> None:
     spec = SPECS[name]
-    if spec.tile_size > 1:  # as where there are many tiles
-        monkeypatch.setattr(paged_attention_triton, "_MANY_PROGRAMS", 0)
     inputs = make_inputs(spec, seed=3)
     tiles = QueryTiles(inputs.first, inputs.length, inputs.slot, inputs.position)
     used = np.zeros(spec.num_tokens, bool)

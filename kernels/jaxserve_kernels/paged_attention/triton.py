@@ -7,7 +7,6 @@ and a second kernel merges their results by their softmax weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -26,10 +25,6 @@ from jaxserve_kernels.paged_attention.config import (
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_MANY_PROGRAMS = 10_000
-"""Up to this many programs, `_merge` has one program per row. With more, starting the programs
-takes longer than merging, and `_merge_many` takes several rows per program."""
 
 _MERGED = 32
 """Rows of parts that a program of `_merge_many` holds."""
@@ -178,13 +173,12 @@ def _merge(
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Merges the splits of one query and head, if there are several.
+    """Merges the splits of one query and head, if there are several. Tiles have one token.
 
     All parts are read at once, so that the program waits for memory only once.
     """
     tile = tl.program_id(0)
     q_head = tl.program_id(1)
-    token = tl.program_id(2)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     position = tl.load(position_ptr + tile)
@@ -193,19 +187,19 @@ def _merge(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if (per_split < blocks) & (token < length):
+    if (per_split < blocks) & (length > 0):
         split = tl.arange(0, WIDTH)
         dim = tl.arange(0, DIM)
         there = split * per_split < blocks
         part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += token * group + q_head % group
+        part += q_head % group
         peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
         shares = tl.exp2(peaks - tl.max(peaks, axis=0))
         weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
         acc = part_ptr + part[:, None] * DIM + dim[None, :]
         acc = tl.load(acc, mask=there[:, None], other=0.0)
         out = tl.sum(acc * shares[:, None], axis=0) / weight
-        q_row = (tl.load(first_ptr + tile).to(tl.int64) + token) * q_heads + q_head
+        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
         tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
 
 
@@ -356,14 +350,15 @@ def merged(
         "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(splits),
         "WINDOW": window or 0,
     }  # fmt: skip
-    kernel, grid = _merge, (num_tiles, q_heads, tile_size)
-    if math.prod(grid) > _MANY_PROGRAMS:
+    kernel, grid, num_warps = _merge, (num_tiles, q_heads), 4
+    if tile_size > 1:
         taken = constants["TAKEN"] = max(1, min(rows, _MERGED // constants["WIDTH"]))
         constants["TILES"] = num_tiles
         kernel = _merge_many
         # A step has room for far more tiles than its tokens fill, and idle programs cost time.
         filled = min(num_tiles, triton.cdiv(found.shape[0], tile_size) + 1)
         grid = (filled, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
+        num_warps = 1  # several would exchange their sums through shared memory: 11 µs for 3.5
     triton_call(
         *parts, tiles.first, tiles.length, tiles.position, out,
         kernel=kernel,
@@ -371,7 +366,7 @@ def merged(
         target=target,
         out_type=(),
         grid=grid,
-        num_warps=4,
+        num_warps=num_warps,
         **constants,
     )  # fmt: skip
     return jax.freeze(out)
