@@ -132,6 +132,52 @@ def _launch(
     return replace(launch, num_stages=_stages(launch, most, weight, target))
 
 
+def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
+    """Returns the configuration of `triton_streaming`, or why it cannot take x [tokens, embed] and
+    ids [tokens, k]. In the down product, a program has its first codes in flight before it waits,
+    so that none is prefetched."""
+    tokens = ids.shape[0]
+    if x.dtype != jnp.bfloat16:
+        return Refusal("not in bfloat16")
+    if tokens == 1:
+        return Refusal("one token")
+    if tokens > limits_of(target).most_parts_tokens:
+        return Refusal("so many tokens that their experts' parts are rounded")
+    launches = {}
+    for name, inputs in (("gate_up", x.shape[1]), ("down", w.width)):
+        weight = getattr(w, name)
+        found = stacked(weight)
+        if found is None or found.operand is None or found.operand.kind not in _STREAMED:
+            return Refusal("not int4 or MXFP4")
+        refusal = unlike(weight.shape[1], weight.shape[2], inputs, found)
+        if refusal is not None:
+            return refusal
+        if name == "gate_up" and w.width % 64:
+            return Refusal("not whole tiles of 64 rows of gate")
+        each = -(-ids.size // weight.shape[0])  # mean tokens per expert
+        if each > 8:
+            return Refusal("more than 8 tokens for each expert, if all had as many")
+        ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
+        launch = Launch(rows=128, tokens=8 if each <= 4 else 16, depth=256, ahead=ahead)
+        launches[name] = replace(launch, num_stages=_streaming_stages(launch, found, target))
+    return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)
+
+
+_STREAMED = (Kind.INT4, Kind.MXFP4)
+_STREAMING_PROGRAMS = 3
+"""Programs per multiprocessor of `triton_streaming` whose rings have room."""
+_RESERVED = 1024
+"""Bytes of shared memory that the system reserves for each program."""
+
+
+def _streaming_stages(launch: Launch, weight: Stacked, target: Target) -> int:
+    assert weight.operand is not None
+    row_bytes = weight.operand.row_bytes  # of 128 inputs, with scales
+    stage = launch.depth // 128 * (launch.rows * row_bytes + 256 * launch.tokens)
+    ring = target.gpu.shared_memory // _STREAMING_PROGRAMS - _RESERVED
+    return max(2, min(4, ring // stage))
+
+
 _LAUNCH_BOUND = 8
 """Up to this many tokens, launches dominate a layer's time."""
 _AHEAD = 4
