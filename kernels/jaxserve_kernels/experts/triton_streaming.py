@@ -296,7 +296,7 @@ def _product(
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO,
+            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO, True,
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if tiles % K_TILES > 0:
@@ -304,7 +304,7 @@ def _product(
         gl.barrier()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO,
+            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO, True,
         )  # fmt: skip
     acc *= MXFP4_POWER if KIND == _MXFP4 else 64.0  # less_zero
     _finish(

@@ -26,6 +26,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     less_zero,
     mxfp4_factors,
     nibbles,
+    nibbles_and_biased,
     nvfp4_factors,
 )
 
@@ -42,10 +43,13 @@ would read all tokens from shared memory, and a warpgroup reads them once."""
 
 
 @gluon.jit
-def _planes(words, scales, KIND: gl.constexpr):
+def _planes(words, scales, KIND: gl.constexpr, BIASED: gl.constexpr):
     """Words of codes to bfloat16, plane by plane. 4-bit floats are multiplied by their blocks'
-    scales: `scales` has them, a word for each row. 4-bit integers are as `less_zero` takes them."""
-    if KIND == _INT4:
+    scales: `scales` has them, a word for each row. 4-bit integers are as `less_zero` takes them,
+    BIASED: those of even planes are 2 + nibble / 64."""
+    if BIASED:
+        planes = nibbles_and_biased(words)
+    elif KIND == _INT4:
         planes = nibbles(words)
     elif KIND == _NVFP4:  # 2^-8 of what they mean
         a, b, c, d = nvfp4_factors(scales)
@@ -75,6 +79,28 @@ def _plane_less_zero(
 
 
 @gluon.jit
+def _less_bias(tokens, first: gl.constexpr, last: gl.constexpr, part, right: gl.constexpr):
+    """What the biases of even planes from `first` to before `last` add to sums like `part`, taken
+    from 0.
+
+    The tensor cores sum the tokens: products with -(2 + 8 / 64), of 64 rows, since all are alike.
+    """
+    mma: gl.constexpr = part.type.layout
+    ROWS: gl.constexpr = part.shape[0]
+    TOKENS: gl.constexpr = part.shape[1]
+    rows: gl.constexpr = 64 if ROWS > 64 else ROWS  # of four warps
+    bias = gl.full([rows, 32], -2.125, gl.bfloat16, gl.DotOperandLayout(0, mma, 2))
+    less = gl.zeros([rows, TOKENS], gl.float32, mma)
+    for plane in gl.static_range(first, last, 2):
+        x = tokens.slice(plane * 32, 32, dim=1).permute((1, 0)).load(right)
+        less = mma_v2(bias, x, less)
+    if rows < ROWS:
+        both = gl.join(less, less).permute((2, 0, 1)).reshape([ROWS, TOKENS])
+        less = gl.convert_layout(both, mma, assert_trivial=True)
+    return less
+
+
+@gluon.jit
 def _add(acc, part, scale, SCALED: gl.constexpr):
     if SCALED:
         acc += part * scale[:, None]
@@ -87,10 +113,14 @@ def _add(acc, part, scale, SCALED: gl.constexpr):
 def add_k_steps(
     acc, words, scales, zeros, inputs,
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    KIND: gl.constexpr, ZERO: gl.constexpr,
+    KIND: gl.constexpr, ZERO: gl.constexpr, BIASED: gl.constexpr = False,
 ):  # fmt: skip
     """Adds the products of a k-step's first COUNT tiles. Those of a warpgroup are waited for when
-    the next are under way. groups: scales of a row in a tile, 0 where a row has one."""
+    the next are under way. groups: scales of a row in a tile, 0 where a row has one.
+
+    BIASED: half of the 4-bit integers without zero points are multiplied with a bias, which takes
+    fewer instructions. Larger sums then cancel, in float32.
+    """
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -100,6 +130,9 @@ def add_k_steps(
     scaled: gl.constexpr = groups > 0 and KIND <= _INT4
     # Planes whose sums are scaled, or added, at once.
     shared: gl.constexpr = planes // groups if scaled else halves * planes
+    # With zero points, biases would differ from row to row.
+    biased: gl.constexpr = BIASED and KIND == _INT4 and ZERO == _NO_ZERO
+    gl.static_assert(not biased or TOKENS <= MOST_BY_A_WARP)
     nothing = gl.zeros_like(acc)
     before = nothing
     scale_before = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, mma))
@@ -112,10 +145,12 @@ def add_k_steps(
             if KIND > _INT4:
                 blocks = scales.slice((tile * halves + half) * ROWS, ROWS)
                 blocks = blocks.load(gl.SliceLayout(1, left))
-            values = _planes(codes, blocks, KIND)
+            values = _planes(codes, blocks, KIND, biased)
             for plane in gl.static_range(half * planes, half * planes + planes):
                 value = values[plane % planes]
-                if KIND == _INT4:
+                if biased and plane % shared == 0 and (plane % 2 == 0 or shared > 1):
+                    part = _less_bias(tokens, plane, plane + shared, part, right)
+                if KIND == _INT4 and not (biased and plane % 2 == 0):
                     value = _plane_less_zero(
                         value, zeros, tile * groups + plane // shared, plane, ROWS, ZERO
                     )
