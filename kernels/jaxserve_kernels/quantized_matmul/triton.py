@@ -86,16 +86,16 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
 
     They are 2^-8 of what they mean; row_scale makes up for it.
     """
-    a, b, c, d = nvfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, a, b, c, d)
+    even, odd = nvfp4_factors(tl.load(scale_ptr))
+    a, b, c, d = e2m1_times(words, even, odd)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * row_scale[:, None]
 
 
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
     """A plane is a block."""
-    a, b, c, d = mxfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, a, b, c, d)
+    even, odd = mxfp4_factors(tl.load(scale_ptr))
+    a, b, c, d = e2m1_times(words, even, odd)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
 
 

@@ -52,11 +52,11 @@ def _planes(words, scales, KIND: gl.constexpr, BIASED: gl.constexpr):
     elif KIND == _INT4:
         planes = nibbles(words)
     elif KIND == _NVFP4:  # 2^-8 of what they mean
-        a, b, c, d = nvfp4_factors(scales)
-        planes = e2m1_times(words, a, b, c, d)
+        even, odd = nvfp4_factors(scales)
+        planes = e2m1_times(words, even, odd)
     elif KIND == _MXFP4:  # relative to MXFP4_POWER
-        a, b, c, d = mxfp4_factors(scales)
-        planes = e2m1_times(words, a, b, c, d)
+        even, odd = mxfp4_factors(scales)
+        planes = e2m1_times(words, even, odd)
     elif KIND == _INT8:
         planes = int8_pair(words)
     else:

@@ -84,43 +84,44 @@ def high_plus(values, offset):
 
 @triton.jit
 def nvfp4_factors(words):
-    """Four e4m3 scales without sign, times 2^118: each as bfloat16 in both halves of a word.
+    """Four e4m3 scales without sign, times 2^118, as bfloat16: the first and the third in one
+    result, the others in the second.
 
     Two at a time: exponent and mantissa go where bfloat16 has them (a number 2^120 too small),
     times 2^127, and 111 more in the exponent. So 0 becomes 2^-16: `e2m1_times` takes it as 0.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x7f007f00; mov.b32 zero, 0x80008000;
-        shl.b32 a, $4, 4; and.b32 a, a, 0x07f007f0; fma.rn.bf16x2 a, a, big, zero;
-        shr.u32 b, $4, 4; and.b32 b, b, 0x07f007f0; fma.rn.bf16x2 b, b, big, zero;
-        add.u32 a, a, 0x37803780; add.u32 b, b, 0x37803780;
-        prmt.b32 $0, a, a, 0x1010; prmt.b32 $1, b, b, 0x1010;
-        prmt.b32 $2, a, a, 0x3232; prmt.b32 $3, b, b, 0x3232; }""",
-        "=&r,=&r,=&r,=&r,r", [words],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0; fma.rn.bf16x2 a, a, big, zero;
+        shr.u32 b, $2, 4; and.b32 b, b, 0x07f007f0; fma.rn.bf16x2 b, b, big, zero;
+        add.u32 $0, a, 0x37803780; add.u32 $1, b, 0x37803780; }""",
+        "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def e2m1_times(words, a, b, c, d):
+def e2m1_times(words, even, odd):
     """16-bit words to four bfloat16 vectors of e2m1 values, times 2^-126 and a factor each.
+
+    even has the factors of planes 0 and 2, odd those of planes 1 and 3, as the halves of a word. A
+    product takes either half for both of its numbers, without a further instruction.
 
     A nibble's sign, exponent and mantissa go where bfloat16 has them: one product puts the nibble
     at both places, a mask takes what is meant. That is the value times 2^-126.
     """
     shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, high, zero; mov.b32 zero, 0x80008000; shr.u32 high, $4, 8;
+        """{ .reg .b32 a, f, high, zero; .reg .b16 e, g, o, p; mov.b32 zero, 0x80008000;
+        mov.b32 {e, g}, $5; mov.b32 {o, p}, $7; shr.u32 high, $4, 8;
         and.b32 a, $4, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $0, a, $5, zero;
+        mov.b32 f, {e, e}; fma.rn.bf16x2 $0, a, f, zero;
         and.b32 a, $4, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $1, a, $7, zero;
+        mov.b32 f, {o, o}; fma.rn.bf16x2 $1, a, f, zero;
         and.b32 a, high, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $2, a, $9, zero;
+        mov.b32 f, {g, g}; fma.rn.bf16x2 $2, a, f, zero;
         and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $3, a, $11, zero; }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [words, each(a, shape), each(b, shape), each(c, shape), each(d, shape)],
+        mov.b32 f, {p, p}; fma.rn.bf16x2 $3, a, f, zero; }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, each(even, shape), each(odd, shape)],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -219,19 +220,15 @@ def largest_exponent(words):
 
 @triton.jit
 def mxfp4_factors(words):
-    """Four E8M0 exponents to powers of two relative to `MXFP4_POWER`, times 2^126: each as bfloat16
-    in both halves of a word.
+    """Four E8M0 exponents to powers of two relative to `MXFP4_POWER`, times 2^126, as bfloat16: the
+    first and the third in one result, the others in the second.
 
     A power up to 2^65 has an exponent of up to 254 then, the largest that bfloat16 has.
     """
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, c, d, none; mov.b32 none, 0;
-        prmt.b32 a, $4, none, 0x4440; prmt.b32 b, $4, none, 0x4441;
-        prmt.b32 c, $4, none, 0x4442; prmt.b32 d, $4, none, 0x4443;
-        mul.lo.u32 a, a, 0x00800080; mul.lo.u32 b, b, 0x00800080;
-        mul.lo.u32 c, c, 0x00800080; mul.lo.u32 d, d, 0x00800080;
-        add.u32 $0, a, 0x1f001f00; add.u32 $1, b, 0x1f001f00;
-        add.u32 $2, c, 0x1f001f00; add.u32 $3, d, 0x1f001f00; }""",
-        "=&r,=&r,=&r,=&r,r", [words],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        """{ .reg .b32 a, b, none; mov.b32 none, 0;
+        prmt.b32 a, $2, none, 0x4240; prmt.b32 b, $2, none, 0x4341;
+        mul.lo.u32 a, a, 128; mul.lo.u32 b, b, 128;
+        add.u32 $0, a, 0x1f001f00; add.u32 $1, b, 0x1f001f00; }""",
+        "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
