@@ -101,15 +101,6 @@ def _less_bias(tokens, first: gl.constexpr, last: gl.constexpr, part, right: gl.
 
 
 @gluon.jit
-def _add(acc, part, scale, SCALED: gl.constexpr):
-    if SCALED:
-        acc += part * scale[:, None]
-    else:
-        acc += part
-    return acc
-
-
-@gluon.jit
 def add_k_steps(
     acc, words, scales, zeros, inputs,
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
@@ -128,7 +119,7 @@ def add_k_steps(
     planes: gl.constexpr = 2 if KIND < _INT4 else 4
     depth: gl.constexpr = 128 // (halves * planes)
     scaled: gl.constexpr = groups > 0 and KIND <= _INT4
-    # Planes whose sums are scaled, or added, at once.
+    # Planes whose sums are scaled, or waited for, at once.
     shared: gl.constexpr = planes // groups if scaled else halves * planes
     # With zero points, biases would differ from row to row.
     biased: gl.constexpr = BIASED and KIND == _INT4 and ZERO == _NO_ZERO
@@ -155,8 +146,10 @@ def add_k_steps(
                         value, zeros, tile * groups + plane // shared, plane, ROWS, ZERO
                     )
                 x = tokens.slice(plane * depth, depth, dim=1).permute((1, 0))
-                if TOKENS > MOST_BY_A_WARP:
+                if TOKENS > MOST_BY_A_WARP and scaled:
                     part = warpgroup_mma(value, x, part, use_acc=plane % shared > 0, is_async=True)
+                elif TOKENS > MOST_BY_A_WARP:
+                    acc = warpgroup_mma(value, x, acc, is_async=True)
                 elif scaled:
                     part = mma_v2(value, x.load(right), part)
                 else:
@@ -166,16 +159,20 @@ def add_k_steps(
                     if scaled:
                         scale = scales.slice((tile * groups + plane // shared) * ROWS, ROWS)
                         scale = scale.load(gl.SliceLayout(1, mma))
-                    if TOKENS > MOST_BY_A_WARP:
+                    if TOKENS > MOST_BY_A_WARP and scaled:
                         if tile + plane // shared > 0:
                             before = warpgroup_mma_wait(shared, deps=[before])
-                            acc = _add(acc, before, scale_before, scaled)
+                            acc += before * scale_before[:, None]
                         before = part
                         scale_before = scale
+                    elif TOKENS > MOST_BY_A_WARP:
+                        acc = warpgroup_mma_wait(shared, deps=[acc])
                     elif scaled:
-                        acc = _add(acc, part, scale, scaled)
+                        acc += part * scale[:, None]
                     part = nothing
-    if TOKENS > MOST_BY_A_WARP:
+    if TOKENS > MOST_BY_A_WARP and scaled:
         before = warpgroup_mma_wait(0, deps=[before])
-        acc = _add(acc, before, scale_before, scaled)
+        acc += before * scale_before[:, None]
+    elif TOKENS > MOST_BY_A_WARP:
+        acc = warpgroup_mma_wait(0, deps=[acc])
     return acc
