@@ -162,6 +162,16 @@ def test_streamed_codes(name: str, launch: Launch) -> None:
     assert relative_error(found, expected(*args)) < 4e-3
 
 
+@pytest.mark.parametrize("name", ["int4", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("depth", [128, 256])
+def test_streamed_codes_by_warpgroups(name: str, depth: int) -> None:
+    args = made(60, QUANTIZE[name], embed=384, width=128)
+    launch = Launch(rows=128, tokens=32, depth=depth, num_stages=3)
+    config = Config(gate_up=launch, down=launch, parts=True)
+    found = summed(triton_streaming.experts(*args, "silu", config, target=PDL))
+    assert relative_error(found, expected(*args)) < 4e-3
+
+
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu_oss"])
 def test_streamed_codes_with_biases_and_activations(activation: ExpertActivation) -> None:
     x, ids, weights, w = made(9, QUANTIZE["mxfp4"], biases=True, width=192)

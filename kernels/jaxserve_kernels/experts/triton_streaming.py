@@ -1,8 +1,8 @@
 """Products of few tokens with their experts' codes, which stream through a ring in shared memory.
 
 The layout of the work is that of `triton.py`: a program takes some weight rows of one expert and a
-block of its (token, choice) pairs, in expert order. A warp multiplies its own rows
-(`quantized_matmul.triton_k_step`) with the tensor cores' smallest products, which need neither
+block of its (token, choice) pairs, in expert order. With up to 16 tokens a warp multiplies its own
+rows (`quantized_matmul.triton_k_step`) with the tensor cores' smallest products, which need neither
 descriptors nor waits. So a thread executes fewer instructions for each code than in `triton.py`.
 
 With PDL, `_gate_up` lets the next kernel start only after its own wait. So the lists are complete
@@ -19,7 +19,7 @@ import triton
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import gating
@@ -33,7 +33,7 @@ from jaxserve_kernels.experts.types import (
     stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton_arguments import MXFP4, NO_ZERO
-from jaxserve_kernels.quantized_matmul.triton_k_step import add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
@@ -53,7 +53,6 @@ _TILE = gl.constexpr(64 * 32)
 """Words of a tile, of 64 rows."""
 _GUESSED_TILES = gl.constexpr(8)
 """Tiles of inputs that a program prefetches of the expert that it guesses."""
-_WARPS = 4
 
 
 @gluon.jit
@@ -218,7 +217,10 @@ def _product(
     tiles: gl.constexpr = k // 128
     groups: gl.constexpr = 128 // GROUP if KIND < _MXFP4 else 1  # a word has a block's scales
     ahead: gl.constexpr = STAGES - 1
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    if TOKENS <= MOST_BY_A_WARP:
+        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    else:
+        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
     word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
@@ -280,12 +282,15 @@ def _product(
         _copy_inputs(x_ring, x, depth, there, k_step, k_step, tiles, columns, TOKENS, K_TILES)
         async_copy.commit_group()
 
+    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     slot = 0
     # Not unrolled: the grid has no third dimension.
     for k_step in range(tiles // K_TILES + gl.program_id(2)):
         async_copy.wait_group(ahead - 1)
         gl.barrier()
+        if TOKENS > MOST_BY_A_WARP:
+            fence_async_shared()
         free = gl.where(slot == 0, ahead, slot - 1)
         _copy_codes(
             word_ring, scale_ring, zero_ring, words, scales, zeros, free, k_step + ahead,
@@ -296,15 +301,17 @@ def _product(
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO, True,
+            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO, biased,
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if tiles % K_TILES > 0:
         async_copy.wait_group(0)
         gl.barrier()
+        if TOKENS > MOST_BY_A_WARP:
+            fence_async_shared()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO, True,
+            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO, biased,
         )  # fmt: skip
     acc *= MXFP4_POWER if KIND == _MXFP4 else 64.0  # less_zero
     _finish(
@@ -370,12 +377,12 @@ def _launch(
     sizes = [each.size // experts for each in found.arrays]
     return {
         "grid": (triton.cdiv(rows, launch.rows), most_blocks(ids, experts, launch.tokens)),
-        "num_warps": _WARPS,
+        "num_warps": launch.num_warps,
         "experts": experts, "choices": ids.shape[1], "n": n, "k": k, "columns": x.shape[1],
         "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2],
         **found.operand.constants,
         "BIAS": bias is not None, "EXPERTS": max(32, triton.next_power_of_2(experts)),
         "TOKENS": launch.tokens, "ROWS": launch.rows, "K_TILES": launch.depth // 128,
-        "STAGES": launch.num_stages, "WARPS": _WARPS,
+        "STAGES": launch.num_stages, "WARPS": launch.num_warps,
         "AHEAD": launch.ahead * target.gpu.multiprocessors,
     }  # fmt: skip
