@@ -33,7 +33,7 @@ from jaxserve_kernels.experts.types import (
     stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton_arguments import MXFP4, NO_ZERO
-from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps, less_bias
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
@@ -283,6 +283,7 @@ def _product(
         async_copy.commit_group()
 
     biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP
+    bias = less_bias(ROWS, mma)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     slot = 0
     # Not unrolled: the grid has no third dimension.
@@ -301,7 +302,7 @@ def _product(
         async_copy.commit_group()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO, biased,
+            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO, bias, biased,
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if tiles % K_TILES > 0:
@@ -311,7 +312,7 @@ def _product(
             fence_async_shared()
         acc = add_k_steps(
             acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO, biased,
+            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO, bias, biased,
         )  # fmt: skip
     acc *= MXFP4_POWER if KIND == _MXFP4 else 64.0  # less_zero
     _finish(

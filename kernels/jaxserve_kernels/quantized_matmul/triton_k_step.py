@@ -79,17 +79,27 @@ def _plane_less_zero(
 
 
 @gluon.jit
-def _less_bias(tokens, first: gl.constexpr, last: gl.constexpr, part, right: gl.constexpr):
-    """What the biases of even planes from `first` to before `last` add to sums like `part`, taken
-    from 0.
+def less_bias(ROWS: gl.constexpr, mma: gl.constexpr):
+    """-(2 + 8 / 64), with which tokens are multiplied to take the bias from sums [ROWS, tokens]. 64
+    rows of four warps are enough, since all are alike."""
+    rows: gl.constexpr = 64 if ROWS > 64 else ROWS
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    row = gl.arange(0, rows, gl.SliceLayout(1, left))[:, None]
+    index = row * 32 + gl.arange(0, 32, gl.SliceLayout(0, left))[None, :]
+    # The grid has no third dimension, but ptxas does not know that these are all alike: otherwise
+    # it copies them to the registers of each product.
+    bits = 0xC008 + gl.program_id(2) * index
+    return bits.to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
-    The tensor cores sum the tokens: products with -(2 + 8 / 64), of 64 rows, since all are alike.
-    """
+
+@gluon.jit
+def _bias_of(bias, tokens, first: gl.constexpr, last: gl.constexpr, part, right: gl.constexpr):
+    """What the biases of even planes from `first` to before `last` add to sums like `part`, taken
+    from 0: the tensor cores sum the tokens."""
     mma: gl.constexpr = part.type.layout
     ROWS: gl.constexpr = part.shape[0]
     TOKENS: gl.constexpr = part.shape[1]
-    rows: gl.constexpr = 64 if ROWS > 64 else ROWS  # of four warps
-    bias = gl.full([rows, 32], -2.125, gl.bfloat16, gl.DotOperandLayout(0, mma, 2))
+    rows: gl.constexpr = bias.shape[0]
     less = gl.zeros([rows, TOKENS], gl.float32, mma)
     for plane in gl.static_range(first, last, 2):
         x = tokens.slice(plane * 32, 32, dim=1).permute((1, 0)).load(right)
@@ -104,13 +114,13 @@ def _less_bias(tokens, first: gl.constexpr, last: gl.constexpr, part, right: gl.
 def add_k_steps(
     acc, words, scales, zeros, inputs,
     COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    KIND: gl.constexpr, ZERO: gl.constexpr, BIASED: gl.constexpr = False,
+    KIND: gl.constexpr, ZERO: gl.constexpr, bias=0, BIASED: gl.constexpr = False,
 ):  # fmt: skip
     """Adds the products of a k-step's first COUNT tiles. Those of a warpgroup are waited for when
     the next are under way. groups: scales of a row in a tile, 0 where a row has one.
 
     BIASED: half of the 4-bit integers without zero points are multiplied with a bias, which takes
-    fewer instructions. Larger sums then cancel, in float32.
+    fewer instructions. Larger sums then cancel, in float32. `bias` is from `less_bias`.
     """
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -140,7 +150,7 @@ def add_k_steps(
             for plane in gl.static_range(half * planes, half * planes + planes):
                 value = values[plane % planes]
                 if biased and plane % shared == 0 and (plane % 2 == 0 or shared > 1):
-                    part = _less_bias(tokens, plane, plane + shared, part, right)
+                    part = _bias_of(bias, tokens, plane, plane + shared, part, right)
                 if KIND == _INT4 and not (biased and plane % 2 == 0):
                     value = _plane_less_zero(
                         value, zeros, tile * groups + plane // shared, plane, ROWS, ZERO
