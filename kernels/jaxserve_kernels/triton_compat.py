@@ -13,9 +13,11 @@ from typing import Any
 import triton.backends.nvidia.driver as nvidia_driver
 from triton.backends.nvidia import compiler
 from triton.experimental.gluon import language
+from triton.experimental.gluon.language import _standard
 from triton.experimental.gluon.language._core import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import standard
 
 from jaxserve_kernels import ptxas
 
@@ -30,6 +32,8 @@ _NEW_NAMES: tuple[tuple[Any, str, str], ...] = (
 for _owner, _new, _old in _NEW_NAMES:
     if not hasattr(_owner, _new):
         setattr(_owner, _new, getattr(_owner, _old))
+if not hasattr(language, "cumsum"):
+    language.cumsum = _standard._import_from_triton(standard.cumsum)  # type: ignore[attr-defined]
 if not hasattr(nvidia_driver, "TMA_TF32"):
     nvidia_driver.TMA_TF32 = 11  # type: ignore[attr-defined]  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
 

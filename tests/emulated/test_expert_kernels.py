@@ -19,6 +19,7 @@ from jaxserve_kernels.experts import (
     experts,
     hopper,
     route,
+    triton_streaming,
 )
 from jaxserve_kernels.experts import triton as kernels
 from jaxserve_kernels.experts.config import Config, Launch, choose
@@ -140,6 +141,46 @@ def test_codes_are_asked_for_before_they_are_needed(name: str, rows: int) -> Non
         config = Config(gate_up=guessing, down=launch, parts=True)
         found = summed(kernels.experts(*args, "silu", config, target=PDL))
         assert relative_error(found, expected(*args)) < 4e-3
+
+
+CODES = [name for name in QUANTIZE if name.startswith(("int4", "mxfp4"))]
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("launch", [
+    Launch(rows=128, tokens=8, depth=256, num_stages=3),
+    Launch(rows=128, tokens=16, depth=128, num_stages=2, ahead=4),
+], ids=str)  # fmt: skip
+def test_streamed_codes(name: str, launch: Launch) -> None:
+    """Experts with several tiles of tokens and without any, rows past the last one, and an odd
+    number of tiles of inputs."""
+    embed = 320 if name in ("int4", "mxfp4") else 384  # 320: tokens have fewer inputs
+    args = made(25, QUANTIZE[name], embed=embed, width=128)
+    assert args[3].gate_up.shape[-1] == 384
+    config = Config(gate_up=launch, down=launch, parts=True)
+    found = summed(triton_streaming.experts(*args, "silu", config, target=PDL))
+    assert relative_error(found, expected(*args)) < 4e-3
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-zeros", "mxfp4"])
+@pytest.mark.parametrize("depth", [128, 256])
+def test_streamed_codes_by_warpgroups(name: str, depth: int) -> None:
+    args = made(60, QUANTIZE[name], embed=384, width=128)
+    launch = Launch(rows=128, tokens=32, depth=depth, num_stages=3)
+    config = Config(gate_up=launch, down=launch, parts=True)
+    found = summed(triton_streaming.experts(*args, "silu", config, target=PDL))
+    assert relative_error(found, expected(*args)) < 4e-3
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu_oss"])
+def test_streamed_codes_with_biases_and_activations(activation: ExpertActivation) -> None:
+    x, ids, weights, w = made(9, QUANTIZE["mxfp4"], biases=True, width=192)
+    args = 4 * x, ids, weights, w  # past swiglu_oss's limit
+    seen: list[Any] = []
+    observed = HOPPER.replace(observe=seen.append)
+    found = summed(experts(*args, activation=activation, target=observed))
+    assert seen[0].implementation.name == "triton_streaming"
+    assert relative_error(found, expected(*args, activation)) < 4e-3
 
 
 @pytest.mark.parametrize("count", [EXPERTS, 32])

@@ -66,6 +66,16 @@ def test_nibbles_become_integers() -> None:
             np.testing.assert_array_equal(64 * bf16(less), nibble(PAIRS, plane) - zero)
 
 
+def test_nibbles_of_even_planes_have_a_bias() -> None:
+    """Which is exact: 2 + 8 / 64 is taken from the sums."""
+    planes = assembly(UNPACK, "nibbles_and_biased")(PAIRS)
+    for plane, words in enumerate(planes):
+        if plane % 2:
+            (words,) = assembly(UNPACK, "high_less_8")(words)
+        bias = 0 if plane % 2 else 2.125
+        np.testing.assert_array_equal(64 * (bf16(words) - bias), nibble(PAIRS, plane) - 8)
+
+
 @pytest.mark.parametrize("name", ["int8_pair", "e4m3_pair"])
 def test_bytes_become_numbers(name: str) -> None:
     low, high = (halves(PAIRS) & 255, halves(PAIRS) >> 8)

@@ -10,6 +10,7 @@ from jaxserve_kernels.experts import reference
 from jaxserve_kernels.experts.config import (
     Config,
     choose,
+    choose_streaming,
     describe,
     hopper_refuses,
 )
@@ -87,6 +88,31 @@ def _kernels(
     return triton.experts(x, ids, weights, w, activation, config, target=target)
 
 
+def _configure_streaming(
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
+) -> Config | Refusal:
+    if not target.uses_triton():
+        return NO_KERNELS
+    if not target.runs_hopper_kernels():
+        return NOT_HOPPER
+    return choose_streaming(x, ids, w, target=target)
+
+
+def _streaming(
+    config: Config,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    w: ExpertWeights,
+    *,
+    activation: ExpertActivation,
+    target: Target,
+) -> Array:
+    from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
+
+    return triton_streaming.experts(x, ids, weights, w, activation, config, target=target)
+
+
 def _configure_hopper(
     x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
 ) -> Refusal | None:
@@ -138,6 +164,12 @@ _EXPERTS = Op(
     implementations=(
         Implementation(
             name="hopper", configure=_configure_hopper, run=_hopper, label="experts_hopper"
+        ),
+        Implementation(
+            name="triton_streaming",
+            configure=_configure_streaming,
+            run=_streaming,
+            label="experts_streaming",
         ),
         Implementation(name="triton", configure=_configure, run=_kernels),
         Implementation(name="reference", configure=anything, run=_definition, kernels=False),

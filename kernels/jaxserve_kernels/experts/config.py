@@ -132,6 +132,55 @@ def _launch(
     return replace(launch, num_stages=_stages(launch, most, weight, target))
 
 
+def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
+    """Returns the configuration of `triton_streaming`, or why it cannot take x [tokens, embed] and
+    ids [tokens, k]. In the down product, a program has its first codes in flight before it waits,
+    so that none is prefetched."""
+    if x.dtype != jnp.bfloat16:
+        return Refusal("not in bfloat16")
+    if ids.shape[0] == 1:
+        return Refusal("one token")
+    if ids.shape[0] > limits_of(target).most_parts_tokens:
+        return Refusal("so many tokens that their experts' parts are rounded")
+    launches = {}
+    for name, inputs in (("gate_up", x.shape[1]), ("down", w.width)):
+        weight = getattr(w, name)
+        found = stacked(weight)
+        if found is None or found.operand is None or found.operand.kind not in _STREAMED:
+            return Refusal("not int4 or MXFP4")
+        refusal = unlike(weight.shape[1], weight.shape[2], inputs, found)
+        if refusal is not None:
+            return refusal
+        if name == "gate_up" and w.width % 64:
+            return Refusal("not whole tiles of 64 rows of gate")
+        each = -(-ids.size // weight.shape[0])  # mean tokens per expert
+        most = _STREAMED[found.operand.kind]
+        if each > most:
+            return Refusal(f"more than {most} tokens for each expert, if all had as many")
+        tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 20 else 64
+        ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
+        depth = 128 if tokens == 64 else 256  # more need more registers than there are
+        launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
+        launches[name] = replace(launch, num_stages=_streaming_stages(launch, found, target))
+    return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)
+
+
+_STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48}
+"""Formats of `triton_streaming`, and their most tokens for each expert. With more, the sums of
+4-bit integers are scaled in as many instructions as in `triton`."""
+_RESERVED = 1024
+"""Bytes of shared memory that the system reserves for each program."""
+
+
+def _streaming_stages(launch: Launch, weight: Stacked, target: Target) -> int:
+    assert weight.operand is not None
+    row_bytes = weight.operand.row_bytes  # of 128 inputs, with scales
+    stage = launch.depth // 128 * (launch.rows * row_bytes + 256 * launch.tokens)
+    programs = 3 if launch.tokens <= 16 else 2  # for which a multiprocessor has registers
+    ring = target.gpu.shared_memory // programs - _RESERVED
+    return max(2, min(4, ring // stage))
+
+
 _LAUNCH_BOUND = 8
 """Up to this many tokens, launches dominate a layer's time."""
 _AHEAD = 4
@@ -141,12 +190,12 @@ def _unpacks_slowly(weight: Stacked, ids: Array, target: Target) -> bool:
     """Whether a multiprocessor may unpack 4-bit codes more slowly than the memory delivers them.
 
     Tiles of 128 rows help: a thread then executes fewer instructions for each code. For an H100 and
-    16 tokens ptxas makes:
+    16 tokens ptxas makes (`triton_streaming`, which takes most of these, has its own tiles):
 
     | rows | int4 | MXFP4 |
     |---:|---:|---:|
-    | 64 | 3.0 | 4.1 |
-    | 128 | 2.2 | 3.5 |
+    | 64 | 2.7 | 3.9 |
+    | 128 | 2.1 | 3.3 |
 
     With more than 32 tokens one such program has nearly all registers of a multiprocessor.
     """

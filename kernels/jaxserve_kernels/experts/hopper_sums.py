@@ -192,8 +192,8 @@ def _unpacked(
             _times(less_zero(d, zero, 3, ZERO), factor),
         )
     elif KIND == _MXFP4:
-        a, b, c, d = mxfp4_factors(scale)
-        planes = e2m1_times(words, a, b, c, d)
+        even, odd = mxfp4_factors(scale)
+        planes = e2m1_times(words, even, odd)
     else:
         if KIND == _OTHER:
             planes = UNPACK(words)

@@ -87,16 +87,16 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
     A code times its block's scale is exact in bfloat16: 2 and 4 significant bits. The product is
     2^-8 times the weight; row_scale contains the factor 2^8.
     """
-    a, b, c, d = nvfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, a, b, c, d)
+    even, odd = nvfp4_factors(tl.load(scale_ptr))
+    a, b, c, d = e2m1_times(words, even, odd)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * row_scale[:, None]
 
 
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
     """Adds a tile of MXFP4 to acc. A plane is a block."""
-    a, b, c, d = mxfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, a, b, c, d)
+    even, odd = mxfp4_factors(tl.load(scale_ptr))
+    a, b, c, d = e2m1_times(words, even, odd)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
 
 

@@ -32,6 +32,19 @@ def nibbles(words):
 
 
 @triton.jit
+def nibbles_and_biased(words):
+    """Like `nibbles`, but the even planes are 2 + nibble / 64: that takes no further instruction,
+    if who multiplies takes 2 from the sums. 0x4000 is 2."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 high; shr.u32 high, $4, 8;
+        lop3.b32 $0, $4, 0x000f000f, 0x40004000, 0xea; and.b32 $1, $4, 0x00f000f0;
+        lop3.b32 $2, high, 0x000f000f, 0x40004000, 0xea; and.b32 $3, high, 0x00f000f0; }""",
+        "=&r,=&r,=&r,=&r,r", [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def low_less_8(values):
     """Returns (nibble - 8) / 64 for an even plane, exactly. 0x7f00 is 2^127, 0xbe00 is -1 / 8."""
     return tl.inline_asm_elementwise(
@@ -71,7 +84,8 @@ def high_plus(values, offset):
 
 @triton.jit
 def nvfp4_factors(words):
-    """Converts four e4m3 scales without sign, times 2^118, to bfloat16 in both halves of a word.
+    """Converts four e4m3 scales without sign, times 2^118, to bfloat16. The first result has the
+    first and the third scale as halves of a word, the second result the others.
 
     Converts two at a time. Exponent and mantissa move to bfloat16's places, which gives a number
     that is 2^120 too small. It is multiplied by 2^127, and 111 is added to its exponent. So 0
@@ -79,36 +93,36 @@ def nvfp4_factors(words):
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, b, big, zero; mov.b32 big, 0x7f007f00; mov.b32 zero, 0x80008000;
-        shl.b32 a, $4, 4; and.b32 a, a, 0x07f007f0; fma.rn.bf16x2 a, a, big, zero;
-        shr.u32 b, $4, 4; and.b32 b, b, 0x07f007f0; fma.rn.bf16x2 b, b, big, zero;
-        add.u32 a, a, 0x37803780; add.u32 b, b, 0x37803780;
-        prmt.b32 $0, a, a, 0x1010; prmt.b32 $1, b, b, 0x1010;
-        prmt.b32 $2, a, a, 0x3232; prmt.b32 $3, b, b, 0x3232; }""",
-        "=&r,=&r,=&r,=&r,r", [words],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0; fma.rn.bf16x2 a, a, big, zero;
+        shr.u32 b, $2, 4; and.b32 b, b, 0x07f007f0; fma.rn.bf16x2 b, b, big, zero;
+        add.u32 $0, a, 0x37803780; add.u32 $1, b, 0x37803780; }""",
+        "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def e2m1_times(words, a, b, c, d):
+def e2m1_times(words, even, odd):
     """Converts 16-bit words to four bfloat16 vectors: e2m1 values times 2^-126 times a factor each.
+
+    `even` has the factors of planes 0 and 2 as halves of a word, `odd` those of planes 1 and 3. A
+    product takes either half for both of its numbers, without a further instruction.
 
     A nibble's sign, exponent and mantissa move to bfloat16's places. One integer product copies the
     nibble to both places, and a mask keeps the right bits. The result is the value times 2^-126.
     """
     shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, high, zero; mov.b32 zero, 0x80008000; shr.u32 high, $4, 8;
+        """{ .reg .b32 a, f, high, zero; .reg .b16 e, g, o, p; mov.b32 zero, 0x80008000;
+        mov.b32 {e, g}, $5; mov.b32 {o, p}, $7; shr.u32 high, $4, 8;
         and.b32 a, $4, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $0, a, $5, zero;
+        mov.b32 f, {e, e}; fma.rn.bf16x2 $0, a, f, zero;
         and.b32 a, $4, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $1, a, $7, zero;
+        mov.b32 f, {o, o}; fma.rn.bf16x2 $1, a, f, zero;
         and.b32 a, high, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $2, a, $9, zero;
+        mov.b32 f, {g, g}; fma.rn.bf16x2 $2, a, f, zero;
         and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
-        fma.rn.bf16x2 $3, a, $11, zero; }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [words, each(a, shape), each(b, shape), each(c, shape), each(d, shape)],
+        mov.b32 f, {p, p}; fma.rn.bf16x2 $3, a, f, zero; }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, each(even, shape), each(odd, shape)],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -207,19 +221,16 @@ def largest_exponent(words):
 
 @triton.jit
 def mxfp4_factors(words):
-    """Converts four E8M0 exponents to powers of two, divided by `MXFP4_POWER` and times 2^126. Each
-    is bfloat16 in both halves of a word.
+    """Converts four E8M0 exponents to powers of two, divided by `MXFP4_POWER` and times 2^126, in
+    bfloat16. The first result has the first and the third as halves of a word, the second the
+    others.
 
     A power of 2^65 then has the exponent 254, the largest of bfloat16's.
     """
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, c, d, none; mov.b32 none, 0;
-        prmt.b32 a, $4, none, 0x4440; prmt.b32 b, $4, none, 0x4441;
-        prmt.b32 c, $4, none, 0x4442; prmt.b32 d, $4, none, 0x4443;
-        mul.lo.u32 a, a, 0x00800080; mul.lo.u32 b, b, 0x00800080;
-        mul.lo.u32 c, c, 0x00800080; mul.lo.u32 d, d, 0x00800080;
-        add.u32 $0, a, 0x1f001f00; add.u32 $1, b, 0x1f001f00;
-        add.u32 $2, c, 0x1f001f00; add.u32 $3, d, 0x1f001f00; }""",
-        "=&r,=&r,=&r,=&r,r", [words],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        """{ .reg .b32 a, b, none; mov.b32 none, 0;
+        prmt.b32 a, $2, none, 0x4240; prmt.b32 b, $2, none, 0x4341;
+        mul.lo.u32 a, a, 128; mul.lo.u32 b, b, 128;
+        add.u32 $0, a, 0x1f001f00; add.u32 $1, b, 0x1f001f00; }""",
+        "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
