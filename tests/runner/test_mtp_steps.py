@@ -43,6 +43,7 @@ from tests.runner.test_draft_steps import (
     drafts_in_turns,
     pages_for,
     quiet,
+    short,
 )
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.runner.test_recurrent_drafts import assert_bits_of_plain_decoding, compare
@@ -113,11 +114,6 @@ def perfect(tmp_path_factory: pytest.TempPathFactory) -> Served:
     tensors["mtp.pre_fc_norm_hidden.weight"][:] = 0
     tensors["mtp.norm.weight"][:] = np.sqrt((hidden**2).mean()) - 1
     return served(tensors, params, tmp_path_factory.mktemp("perfect"))
-
-
-def short(config: RunnerConfig) -> RunnerConfig:
-    """With the longest context of workloads."""
-    return replace(config, scheduler=replace(config.scheduler, max_model_len=24))
 
 
 def placed(slot: int, params: SamplingParams = GREEDY) -> Placed:
