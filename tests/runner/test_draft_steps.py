@@ -129,11 +129,6 @@ def runner_config(spec: ModelSpec = SPEC) -> RunnerConfig:
     )
 
 
-def short(config: RunnerConfig) -> RunnerConfig:
-    """With the longest context of workloads."""
-    return replace(config, scheduler=replace(config.scheduler, max_model_len=24))
-
-
 def drafts_on_device(runner: Runner, slot: int) -> tuple[int, list[int]]:
     """The position of the first, and those that there are."""
     on_device: Any = runner._verify  # pyright: ignore[reportPrivateUsage]

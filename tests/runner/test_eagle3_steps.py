@@ -18,7 +18,7 @@ from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, eagle3_passes, eagle3_tensors
 from tests.runner import test_draft_equivalence as equivalence
-from tests.runner.driver import OTHER, PROMPT, Placed, plan, step, tokens_of
+from tests.runner.driver import OTHER, PROMPT, Placed, plan, short, step, tokens_of
 from tests.runner.test_draft_steps import (
     ENCODED,
     KINDS,
@@ -34,7 +34,6 @@ from tests.runner.test_draft_steps import (
     pages_for,
     quiet,
     served,
-    short,
     taps_of,
 )
 from tests.runner.test_equivalence import Solo

@@ -33,7 +33,17 @@ from jaxserve_kernels.target import CPU
 from tests import draft_files
 from tests.draft_files import Tensors
 from tests.mtp_files import mtp_passes, mtp_tensors
-from tests.runner.driver import GREEDY, OTHER, PROMPT, SAMPLED, Placed, generate, step, tokens_of
+from tests.runner.driver import (
+    GREEDY,
+    OTHER,
+    PROMPT,
+    SAMPLED,
+    Placed,
+    generate,
+    short,
+    step,
+    tokens_of,
+)
 from tests.runner.test_draft_steps import (
     ENCODED,
     KINDS,
@@ -43,7 +53,6 @@ from tests.runner.test_draft_steps import (
     drafts_in_turns,
     pages_for,
     quiet,
-    short,
 )
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, workloads
 from tests.runner.test_recurrent_drafts import assert_bits_of_plain_decoding, compare
