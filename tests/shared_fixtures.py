@@ -7,6 +7,13 @@ from typing import Any
 from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
 
 SHARING = {
+    "tests/e2e, server": (
+        "captured_traffic",
+        "kv_events",
+        "official_clients",
+        "signals",
+        "speculation",
+    ),
     "tests/runner, compiled": ("equivalence", "kv_formats", "runner", "scores"),
     "tests/runner, verifying": ("verify", "verify_distribution", "verify_equivalence"),
 }
