@@ -171,8 +171,12 @@ def compare(served: Served, examples: int) -> None:
     assert seen["ahead"] > examples // 5 and seen["hits"] and seen["preemptions"], seen
     assert seen["different"] <= MOST_DIFFERENT * seen["requests"], seen
     if examples > 100:
-        longest = most if config.kv_format.rewrites_pages else config.cache.page_size - 1
-        assert max(counts) == longest and len(counts) > 3, f"some counts did not occur: {counts}"
+        page, most_accepted = config.cache.page_size, max(counts)
+        if config.kv_format.rewrites_pages:  # seven right ones are too rare to ask for
+            assert most_accepted >= page, f"no row went on behind its page: {counts}"
+        else:
+            assert most_accepted == page - 1, f"some counts did not occur: {counts}"
+        assert len(counts) > 3, f"some counts did not occur: {counts}"
 
 
 def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:
