@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,6 +31,15 @@ def pytest_configure() -> None:
     """Strict promotion makes every cast visible where it matters for the numerics."""
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.shared_fixtures import FilesThatShare
+
+    return FilesThatShare(config, log)
 
 
 @pytest.fixture(autouse=True)

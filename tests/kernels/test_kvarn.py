@@ -22,6 +22,8 @@ GROUP = DIM = 128
 encode_keys = jax.jit(codec.encode_keys)
 encode_values = jax.jit(codec.encode_values, static_argnames="bits")
 decode = jax.jit(codec.decode)
+encode_tiles = jax.jit(layout.encode_tiles, static_argnums=1)
+decode_tiles = jax.jit(layout.decode_tiles, static_argnames="value_bits")
 
 
 def tiles(kind: str, count: int = 8) -> NDArray[np.float32]:
@@ -136,10 +138,10 @@ def test_attention_sees_codes_between_the_sink_and_the_tail(value_bits: int) -> 
     )
     pages = sequences.page_table[0]
     stores = (np.asarray(store[LAYER, pages, 0]) for store in kv[:3])
-    coded = layout.decode_tiles(*map(jnp.asarray, stores), value_bits=value_bits)
+    coded = decode_tiles(*map(jnp.asarray, stores), value_bits=value_bits)
     coded_k, coded_v = (np.asarray(part).reshape(-1, 8) for part in coded)
     tiles = np.stack([part[8:24, 0].reshape(2, 8, 8) for part in (k, v)], axis=1)
-    right = layout.decode_tiles(*layout.encode_tiles(jnp.asarray(tiles), value_bits), value_bits)
+    right = decode_tiles(*encode_tiles(jnp.asarray(tiles), value_bits), value_bits)
     for got, expected in zip((coded_k, coded_v), right, strict=True):
         np.testing.assert_allclose(got[8:24], expected.reshape(16, 8), rtol=0, atol=1e-2)
     for position in range(30):

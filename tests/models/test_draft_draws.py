@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from jaxserve_kernels.sampler import (
 from jaxserve_kernels.target import CPU
 
 VOCAB, DRAWS = 30, 6_000
+DRAW = jax.jit(draw, static_argnames=("vocab", "target"))
+SAMPLE = jax.jit(sample, static_argnames=("vocab", "alternatives", "target"))
 TABLES = SlotTables(
     counts=jnp.full((1, 128), 100, jnp.int16),
     biases=jnp.zeros((1, 3 * 1024), jnp.int32),
@@ -52,7 +55,7 @@ def adjustments(count: int, features: int = 0) -> RowAdjustments:
 
 def drawn(scores: NDArray[np.float32], by: RowSampling, features: int = 0) -> NDArray[np.int32]:
     count = by.seed.shape[0]
-    found = draw(
+    found = DRAW(
         jnp.broadcast_to(jnp.asarray(scores), (count, VOCAB)), by, adjustments(count, features),
         TABLES, vocab=VOCAB, target=CPU,
     )  # fmt: skip
@@ -62,7 +65,7 @@ def drawn(scores: NDArray[np.float32], by: RowSampling, features: int = 0) -> ND
 def sampled(scores: NDArray[np.float32], by: RowSampling) -> NDArray[np.int32]:
     """By plain decoding."""
     count = by.seed.shape[0]
-    found = sample(
+    found = SAMPLE(
         jnp.broadcast_to(jnp.asarray(scores), (count, VOCAB)), by, adjustments(count), TABLES,
         jnp.zeros(count, bool), vocab=VOCAB, alternatives=1, target=CPU,
     )  # fmt: skip

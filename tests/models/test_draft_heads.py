@@ -35,6 +35,11 @@ TARGET = tiny_spec(num_layers=8)
 TOLERANCE = 2e-5
 """Of states and scores of about 1 to 5 in float32; 3e-6 is the worst measured."""
 PAGE, PAGES_PER_SEQ, SLOTS = 4, 6, 3
+WRITE_CONTEXT, BLOCK_HIDDEN = (
+    jax.jit(each, static_argnums=1, static_argnames="target")
+    for each in (block.write_context, block.block_hidden)
+)
+"""One program for each shape takes less time than one for each operation."""
 RNG = np.random.default_rng(5)
 EMBEDDING = RNG.standard_normal((TARGET.vocab_size, TARGET.embed)).astype(np.float32)
 TABLE = np.concatenate(
@@ -259,14 +264,14 @@ def test_blocks_see_all_of_themselves_and_the_target_before_them(head: Head) -> 
             if len(some):
                 tokens = chunk(slot, begin, [0] * len(some))
                 own = (params, spec, cache, apart(some), tokens)
-                cache = block.write_context(*own, target=CPU)
+                cache = WRITE_CONTEXT(*own, target=CPU)
     last = np.array([3, 90, 17], np.int32)
     tokens = block.block_tokens(
         spec, jnp.asarray(last), jnp.asarray(slots), jnp.asarray(lengths), jnp.asarray(counts),
         jnp.asarray(TABLE), page_size=PAGE,
     )  # fmt: skip
     own = (params, spec, jnp.asarray(EMBEDDING), cache, tokens)
-    hidden, _ = block.block_hidden(*own, target=CPU)
+    hidden, _ = BLOCK_HIDDEN(*own, target=CPU)
     got = np.asarray(hidden).reshape(3, spec.block, -1)
     for row, slot in enumerate(slots):
         ids = [last[row], *[spec.mask_token] * (counts[row] - 1)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, Sampled, StepPlan, Verify
+from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from tests.tiny_model import StubMetrics, make_config
 
@@ -28,11 +29,18 @@ OTHER = (90, 3, 17, 64, 64, 7)
 
 SAMPLED_VOCAB, NUM_PAGES = 60, 41
 CONFIG = make_config(num_pages=NUM_PAGES, sampled_vocab=SAMPLED_VOCAB)
+VERIFY_SHAPES = ((1, 8), (4, 2), (4, 4), (4, 8))
+"""Of the fixture `verifying`, which is like `CONFIG` otherwise."""
 METRICS = StubMetrics()
 """Of the fixture `runner`, like `CONFIG`."""
 
 TOLERANCE = 2e-5
 """Logprobs of two float32 computations of one thing; 1e-6 to 2e-6 is the worst measured."""
+
+
+def short(config: RunnerConfig) -> RunnerConfig:
+    """With the longest context of the workloads of `test_equivalence`."""
+    return replace(config, scheduler=replace(config.scheduler, max_model_len=24))
 
 
 @dataclass(frozen=True, kw_only=True)

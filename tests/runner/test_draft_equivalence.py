@@ -24,12 +24,11 @@ from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, block_tensors, eagle3_tensors
 from tests.runner.driver import TOLERANCE
-from tests.runner.test_draft_steps import ENCODED, OTHER_FORMATS, pages_for
+from tests.runner.test_draft_steps import ENCODED, OTHER_FORMATS, SPEC, pages_for
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, play, workloads
 from tests.runner.test_kv_formats import MOST_DIFFERENT, count_different
-from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params, tiny_spec
+from tests.tiny_model import COMPILES, StubMetrics, make_config, make_params
 
-SPEC = tiny_spec(num_layers=4, tie_embeddings=False)
 BUCKETS = ((4, 4), (1, 8))
 
 
@@ -97,13 +96,12 @@ HEADS = {"dspark": trusting, "eagle3": alike, "model": weaker}
 @pytest.fixture(
     scope="module",
     params=[
-        ("dspark", AUTO),
-        ("eagle3", ENCODED),
+        ("dspark", AUTO),  # `test_eagle3_steps` plays workloads with EAGLE-3's head
         *(
             pytest.param((name, kv_format), marks=pytest.mark.slow)
             for name in HEADS
             for kv_format in (AUTO, ENCODED, *OTHER_FORMATS)
-            if (name, kv_format) not in (("dspark", AUTO), ("eagle3", ENCODED))
+            if (name, kv_format) != ("dspark", AUTO)
         ),
     ],
     ids=lambda it: f"{it[0]}, {it[1].name}",
@@ -143,15 +141,18 @@ def compare(served: Served, examples: int) -> None:
     """With joins, leaves, aborts, chunks, preemptions and prefix hits in scarce pools, and with
     drafts that are accepted and rejected."""
     config, runner, solo = served
+    most = max(positions for _, positions in config.buckets.verify) - 1
     accepted: list[int] = []
     counts: Counter[int] = Counter()
     seen: Counter[str] = Counter()
 
     @settings(derandomize=True, max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
-    @given(work=roomy(), room=st.sampled_from([0, 7]))
+    @given(work=roomy(), room=st.sampled_from([0, most]))
     def check(work: Workload, room: int) -> None:
-        head = HeadDrafts(drafts=7)
-        verification = Verification(proposer=head, buckets=BUCKETS, observe=head.observe, room=room)
+        head = HeadDrafts(drafts=most)
+        verification = Verification(
+            proposer=head, buckets=config.buckets.verify, observe=head.observe, room=room
+        )
         work = work._replace(cache=replace(work.cache, own_tokens=config.kv_format.own_tokens))
         if config.kv_format.quantized:
             loop = play(work, runner, verification)
@@ -170,8 +171,12 @@ def compare(served: Served, examples: int) -> None:
     assert seen["ahead"] > examples // 5 and seen["hits"] and seen["preemptions"], seen
     assert seen["different"] <= MOST_DIFFERENT * seen["requests"], seen
     if examples > 100:
-        most = 7 if config.kv_format.rewrites_pages else config.cache.page_size - 1
-        assert max(counts) == most and len(counts) > 3, f"some counts did not occur: {counts}"
+        page, most_accepted = config.cache.page_size, max(counts)
+        if config.kv_format.rewrites_pages:  # seven right ones are too rare to ask for
+            assert most_accepted >= page, f"no row went on behind its page: {counts}"
+        else:
+            assert most_accepted == page - 1, f"some counts did not occur: {counts}"
+        assert len(counts) > 3, f"some counts did not occur: {counts}"
 
 
 def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from jaxserve.runner.runner import Runner
 from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, eagle3_passes, eagle3_tensors
-from tests.runner.driver import OTHER, PROMPT, Placed, plan, step, tokens_of
+from tests.runner import test_draft_equivalence as equivalence
+from tests.runner.driver import OTHER, PROMPT, Placed, plan, short, step, tokens_of
 from tests.runner.test_draft_steps import (
     ENCODED,
     KINDS,
@@ -34,9 +36,12 @@ from tests.runner.test_draft_steps import (
     served,
     taps_of,
 )
-from tests.tiny_model import make_params
+from tests.runner.test_equivalence import Solo
+from tests.tiny_model import COMPILES, make_params
 
 PAGE = 4
+TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+"""All that a target of four layers has, whose last one no head reads."""
 
 
 @pytest.fixture(
@@ -53,8 +58,7 @@ def random(
     """With a vocabulary of its own."""
     kv_format, params = request.param, make_params(SPEC, 4)
     params = params if kv_format == AUTO else quiet(params)
-    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
-    config = draft_files.eagle3(SPEC) | {"eagle_config": taps}
+    config = draft_files.eagle3(SPEC, vocab=80) | {"eagle_config": TAPS}
     folder = tmp_path_factory.mktemp("head")
     with pages_for(kv_format):
         yield served(config, eagle3_tensors(config), params, folder, kv_format)
@@ -64,7 +68,7 @@ def random(
 def perfect(tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A target whose scores are always the same, and a head that knows them: what is drawn follows
     from the noise of each position."""
-    config = draft_files.speculators(SPEC, norm_before_residual=False)
+    config = draft_files.speculators(SPEC, norm_before_residual=False, **TAPS)
     tensors = eagle3_tensors(config)
     params: Any = make_params(SPEC, 4)
     state = np.asarray(params.embedding)[0]
@@ -178,3 +182,13 @@ def test_what_is_accepted_is_what_plain_decoding_yields(
     random: Served, params: SamplingParams
 ) -> None:
     assert_lossless(random._replace(params=make_params(SPEC, 4)).runner, params)
+
+
+def test_each_request_gets_the_tokens_it_would_get_alone(random: Served, tmp_path: Path) -> None:
+    """With drafts that are sometimes right."""
+    params, draft, head = equivalence.alike(tmp_path)
+    assert draft == random.draft, "it has the compiled steps"
+    config, runner = short(random.settings), random._replace(params=params, head=head).runner
+    before = COMPILES.count
+    equivalence.compare(equivalence.Served(config, runner, Solo(runner, config)), examples=40)
+    assert COMPILES.count == before, "something was compiled while serving"

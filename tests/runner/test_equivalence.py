@@ -17,7 +17,7 @@ from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.verify import Verification
 from tests.runner.driver import TOLERANCE
 from tests.scheduler.loop import Loop
-from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
+from tests.tiny_model import COMPILES, SPEC, make_config
 
 CONFIG = make_config(decode=(1, 4), prefill=(4, 24), max_model_len=24)
 LAST_ARRIVAL = 10
@@ -84,8 +84,7 @@ class Workload(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    compiled = make_runner(CONFIG)
+def runner(compiled: Runner) -> Iterator[Runner]:
     before = COMPILES.count
     yield compiled
     assert COMPILES.count == before, "something was compiled while serving"

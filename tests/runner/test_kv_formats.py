@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from jaxserve.config import Buckets
 from jaxserve.plan import PageCopy, Sampled
 from jaxserve.runner.runner import Runner
-from jaxserve_kernels.kv_format import KVFormat, named
+from jaxserve_kernels.kv_format import AUTO, KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
 from tests.runner.driver import OTHER, PROMPT, Placed, assert_same, plan, step
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads
@@ -43,7 +43,10 @@ def with_formats(formats: Iterable[KVFormat], buckets: Buckets) -> pytest.MarkDe
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     kv_format, buckets = request.param
-    compiled = make_runner(replace(CONFIG, kv_format=kv_format, buckets=buckets))
+    if kv_format == AUTO:
+        compiled = request.getfixturevalue("compiled")
+    else:
+        compiled = make_runner(replace(CONFIG, kv_format=kv_format, buckets=buckets))
     before = COMPILES.count
     yield Served(compiled, kv_format)
     assert COMPILES.count == before, "something was compiled while serving"
@@ -120,7 +123,7 @@ def behind_a_hit(
     return results
 
 
-@with_formats([named("auto"), *FORMATS], FEW_BUCKETS)
+@with_formats([AUTO, *FORMATS], FEW_BUCKETS)
 def test_a_copied_page_gives_what_its_source_gives(served: Served) -> None:
     """The sources get other content in the very step that follows the copies."""
     runner, own = served.runner, served.kv_format.own_tokens

@@ -33,7 +33,17 @@ from jaxserve_kernels.target import CPU
 from tests import draft_files
 from tests.draft_files import Tensors
 from tests.mtp_files import mtp_passes, mtp_tensors
-from tests.runner.driver import GREEDY, OTHER, PROMPT, SAMPLED, Placed, generate, step, tokens_of
+from tests.runner.driver import (
+    GREEDY,
+    OTHER,
+    PROMPT,
+    SAMPLED,
+    Placed,
+    generate,
+    short,
+    step,
+    tokens_of,
+)
 from tests.runner.test_draft_steps import (
     ENCODED,
     KINDS,
@@ -113,11 +123,6 @@ def perfect(tmp_path_factory: pytest.TempPathFactory) -> Served:
     tensors["mtp.pre_fc_norm_hidden.weight"][:] = 0
     tensors["mtp.norm.weight"][:] = np.sqrt((hidden**2).mean()) - 1
     return served(tensors, params, tmp_path_factory.mktemp("perfect"))
-
-
-def short(config: RunnerConfig) -> RunnerConfig:
-    """With the longest context of workloads."""
-    return replace(config, scheduler=replace(config.scheduler, max_model_len=24))
 
 
 def placed(slot: int, params: SamplingParams = GREEDY) -> Placed:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import Buckets
 from jaxserve.plan import Row, Sampled
 from jaxserve.runner.runner import Runner
 from tests.runner.driver import (
@@ -29,9 +27,8 @@ from tests.runner.driver import (
     step,
     tokens_of,
 )
-from tests.tiny_model import COMPILES, make_runner
+from tests.tiny_model import COMPILES
 
-SHAPES = ((1, 8), (3, 2), (3, 4), (3, 8))
 START = len(PROMPT)
 """Position of the first token after the prompt, where the first row begins."""
 COUNT = 12
@@ -59,16 +56,11 @@ ALL = {
 each_params = pytest.mark.parametrize("params", ALL.values(), ids=ALL)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Runner:
-    return make_runner(replace(CONFIG, buckets=Buckets(decode=(4,), prefill=(32,), verify=SHAPES)))
-
-
 @pytest.fixture
-def runner(compiled: Runner) -> Iterator[Runner]:
-    compiled.reset()
+def runner(verifying: Runner) -> Iterator[Runner]:
+    verifying.reset()
     before = COMPILES.count
-    yield compiled
+    yield verifying
     assert COMPILES.count == before, "something was compiled while serving"
 
 

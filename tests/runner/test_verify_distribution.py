@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 
 import pytest
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import Buckets
 from jaxserve.runner.runner import Runner
-from tests.runner.driver import CONFIG, Placed, several, step, tokens_of
-from tests.tiny_model import make_runner
+from tests.runner.driver import Placed, several, step, tokens_of
 
 PROMPT = (5, 71, 8, 8)
 ALLOWED = (20, 21, 22, 23)
@@ -22,10 +18,10 @@ RUNS = 450
 SLOTS = 3
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    buckets = Buckets(decode=(4,), prefill=(32,), verify=((SLOTS, 4),))
-    yield make_runner(replace(CONFIG, buckets=buckets))
+@pytest.fixture
+def runner(verifying: Runner) -> Runner:
+    verifying.reset()
+    return verifying
 
 
 def outcomes(runner: Runner, seeds: Random, *, drafted: bool) -> list[tuple[int, ...]]:

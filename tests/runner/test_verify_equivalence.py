@@ -11,14 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.model_spec import ModelSpec
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
 from jaxserve.runner.runner import Runner
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.verify import Verification
-from jaxserve_kernels.kv_format import named
+from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
-from tests.runner.driver import TOLERANCE
+from tests.runner.driver import CONFIG, TOLERANCE, short
 from tests.runner.test_equivalence import Solo, Workload, check_against_solo, play, workloads
 from tests.runner.test_kv_formats import MOST_DIFFERENT
 from tests.runner.test_windows import SPECS
@@ -28,7 +29,6 @@ from tests.tiny_model import COMPILES, SPEC, make_config, make_runner
 
 BUCKETS = ((4, 4), (1, 8))
 MODELS = {
-    "auto": (SPEC, named("auto")),
     "alternating windows": (SPECS["alternating"], named("auto")),
     "int8": (SPEC, named("int8")),
     "fp8_e4m3": (SPEC, named("fp8_e4m3")),
@@ -44,15 +44,21 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    spec, kv_format = MODELS[request.param]
+    if request.param == "auto":
+        config, runner = short(CONFIG), request.getfixturevalue("verifying")
+    else:
+        config, runner = compiled(*MODELS[request.param])
+    before = COMPILES.count
+    yield Served(config, runner, Solo(runner, config))
+    assert COMPILES.count == before, "something was compiled while serving"
+
+
+def compiled(spec: ModelSpec, kv_format: KVFormat) -> tuple[RunnerConfig, Runner]:
     config = make_config(
         spec=spec, decode=(4,), prefill=(24,), verify=BUCKETS, max_model_len=24, num_pages=61
     )
     config = replace(config, kv_format=kv_format)
-    runner = make_runner(config)
-    before = COMPILES.count
-    yield Served(config, runner, Solo(runner, config))
-    assert COMPILES.count == before, "something was compiled while serving"
+    return config, make_runner(config)
 
 
 class Drafted(NamedTuple):
@@ -141,6 +147,6 @@ def test_with_drafts_each_request_gets_the_tokens_it_would_get_alone(served: Ser
 
 
 @pytest.mark.slow
-@models(list(MODELS))
+@models(["auto", *MODELS])
 def test_with_drafts_each_request_gets_its_tokens_in_many_workloads(served: Served) -> None:
     compare(served, examples=1000)
