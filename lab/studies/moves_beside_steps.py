@@ -2,11 +2,10 @@
 
     python -m lab.studies.moves_beside_steps --out moves.json
 
-It uses Qwen3-4B's shape with random weights and 16 rows. There are three rounds:
+It uses Qwen3-4B's shape with random weights and 16 rows. There are two rounds:
 
 - Before each step, the load ring gives as many pages as the case says. Nothing is copied from the
   host, so any difference from a step alone comes from the moves.
-- The same, while eight copies from the host to a ring are always in flight, as with restores.
 - Steps alone, while eight pages are always in flight from the host straight into the KV cache, as
   without a ring. `direct_gb_per_s` is their rate. `direct_equal` says whether the pages hold the
   host's bytes afterwards, and `direct_stays` whether the cache has kept its address.
@@ -35,7 +34,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from bench_step import make_runner
 from decode_steps import decode_plans
@@ -44,7 +42,6 @@ from working_tree import commit
 from jaxserve.engine.engine import SWITCH_INTERVAL
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models.registry import NAMED_MODELS
-from jaxserve.offload.copier import CudaCopier, Ring, RingPart
 from jaxserve.offload.cuda import CudaContext
 from jaxserve.offload.slab import HostSlab
 from jaxserve.plan import PageMove, PageMoves
@@ -58,7 +55,6 @@ CASES: tuple[tuple[int, ...], ...] = ((), (16,), (8,), (1,), (16, 1))
 """Pages in each launch before a step, by case."""
 SLOTS, PAGES = 64, 40
 """Slots of the load ring, and the pages that are overwritten again and again."""
-RING_BYTES = 9 << 20
 
 
 def main() -> None:
@@ -71,8 +67,6 @@ def main() -> None:
     runner.compile(8, lambda phase, done: None)
     found = [measure(runner, config, args, case) for case in CASES]
     if jax.default_backend() == "gpu":
-        with copies():
-            found += [measure(runner, config, args, case) | {"beside": "copies"} for case in CASES]
         with direct_copies(runner, config) as copied:
             beside = measure(runner, config, args, ())
         found.append(beside | copied)
@@ -115,30 +109,6 @@ def moves(page: int, begin: int, count: int) -> tuple[PageMove, ...]:
     """Returns moves from slots in turn to pages that no sequence has."""
     numbers = itertools.islice(itertools.count(begin), count)
     return tuple(PageMove(page + each % PAGES, each % SLOTS, 0) for each in numbers)
-
-
-@contextmanager
-def copies() -> Generator[None]:
-    """Copies pages from the host to a ring during the block."""
-    cuda = CudaContext(jax.devices()[0].local_hardware_id)
-    slab = HostSlab(SLOTS, RING_BYTES, cuda=cuda)
-    rings = [jax.jit(lambda: jnp.zeros((SLOTS, RING_BYTES), jnp.uint8))() for _ in range(2)]
-    parts = [[RingPart(ring.unsafe_buffer_pointer(), RING_BYTES)] for ring in rings]
-    stop: list[bool] = []
-
-    def again() -> None:
-        if not stop:
-            copier.load(0, 0, 0)
-
-    copier = CudaCopier(slab, *(Ring([each], SLOTS) for each in parts), cuda=cuda, wake=again)
-    for slot in range(8):
-        copier.load(slot, slot, slot)
-    try:
-        yield
-    finally:
-        stop.append(True)
-        copier.close()
-        slab.close()
 
 
 class _Copy2D(ctypes.Structure):
