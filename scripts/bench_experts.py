@@ -44,7 +44,7 @@ from working_tree import commit
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
-from jaxserve_kernels.experts.config import Launch
+from jaxserve_kernels.experts.config import STREAMING, Launch
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.target import Target
 
@@ -90,6 +90,14 @@ TRIES = {
 }
 """Values to try of rows, warps, stages, tokens and prefetching programs, by the largest mean number
 of tokens per expert."""
+STREAMING_TRIES = {
+    4: [(8, 256, 2), (8, 256, 3), (8, 128, 4), (8, 128, 6), (8, 384, 2), (16, 256, 3)],
+    8: [(8, 256, 3), (16, 256, 2), (16, 256, 3), (16, 128, 4), (16, 128, 6), (16, 384, 2)],
+    48: [(32, 256, 2), (32, 256, 3), (32, 128, 4), (64, 128, 3), (64, 128, 4), (64, 256, 2)],
+}
+"""Likewise, for the kernel through which 4-bit codes stream: tokens, depth and stages."""
+STREAMED = {"int4": 8, "mxfp4": 48}
+"""Formats of that kernel, and their most tokens per expert."""
 TINY = Model(8, 2, 256, 256)
 
 
@@ -187,6 +195,14 @@ def candidates(case: Case) -> Iterator[Case]:
         return  # Hopper's kernel has no parameters
     sizes = MODELS[case.model]
     each = case.rows * sizes.top_k / sizes.experts
+    streams = 1 < case.rows < MANY and each <= STREAMED.get(case.format, 0)
+    if streams and target.runs_hopper_kernels():
+        tries = next(tries for most, tries in STREAMING_TRIES.items() if each <= most)
+        for tokens, depth, stages in tries:
+            one = Launch(rows=128, tokens=tokens, depth=depth, num_stages=stages)
+            names = (f"{STREAMING}gate_up", f"{STREAMING}down")
+            yield case._replace(tuned=tuple((name, one) for name in names))
+        return
     for rows, warps, stages, tokens, ahead in next(
         tries for most, tries in TRIES.items() if each <= most
     ):
@@ -276,7 +292,8 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned, kind = {}, "plain" if case.format == "bf16" else case.format
     for name, launch in case.tuned:
-        shape = (name, kind, *getattr(stacked, name).shape[1:])
+        weight = getattr(stacked, name.removeprefix(STREAMING))
+        shape = (name, kind, *weight.shape[1:])
         tuned["experts", shape] = dataclasses.asdict(launch)
     target = target.with_tuned(tuned)
     if case.dense:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxserve_kernels.experts import (
     triton_streaming,
 )
 from jaxserve_kernels.experts import triton as kernels
-from jaxserve_kernels.experts.config import Config, Launch, choose
+from jaxserve_kernels.experts.config import Config, Launch, choose, choose_streaming
 from jaxserve_kernels.experts.triton_route import order
 from jaxserve_kernels.matmul import linear
 from jaxserve_kernels.target import REFERENCE, Target
@@ -170,6 +170,16 @@ def test_streamed_codes_by_warpgroups(name: str, depth: int) -> None:
     config = Config(gate_up=launch, down=launch, parts=True)
     found = summed(triton_streaming.experts(*args, "silu", config, target=PDL))
     assert relative_error(found, expected(*args)) < 4e-3
+
+
+def test_streamed_codes_take_launches_of_a_table() -> None:
+    x, ids, _, w = made(9, QUANTIZE["mxfp4"])
+    launch = Launch(rows=128, tokens=16, depth=128, num_stages=2)
+    shape = ("streaming_down", "mxfp4", *w.down.shape)
+    tuned = HOPPER.with_tuned({("experts", shape): asdict(launch)})
+    rule, found = (choose_streaming(x, ids, w, target=each) for each in (HOPPER, tuned))
+    assert isinstance(rule, Config) and rule.down != launch
+    assert found == replace(rule, down=launch)
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu_oss"])

@@ -157,6 +157,11 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
         most = _STREAMED[found.operand.kind]
         if each > most:
             return Refusal(f"more than {most} tokens for each expert, if all had as many")
+        shape = (f"{STREAMING}{name}", found.operand.kind.name.lower(), *weight.shape)
+        tuned = tables.launch("experts", shape, ids.shape[0], target=target)
+        if tuned is not None:
+            launches[name] = Launch(**tuned)
+            continue
         tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 20 else 64
         ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
         depth = 128 if tokens == 64 else 256  # more need more registers than there are
@@ -164,6 +169,9 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
         launches[name] = replace(launch, num_stages=_streaming_stages(launch, found, target))
     return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)
 
+
+STREAMING = "streaming_"
+"""Begins the names of products of `triton_streaming` in tables of launches."""
 
 _STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48}
 """Formats of `triton_streaming`, and their most tokens for each expert. With more, the sums of
