@@ -44,7 +44,7 @@ from working_tree import commit
 from jaxserve_kernels import pdl, weights
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
-from jaxserve_kernels.experts.config import STREAMING, Launch
+from jaxserve_kernels.experts.config import STREAMED, STREAMING, Launch
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.target import Target
 
@@ -96,8 +96,6 @@ STREAMING_TRIES = {
     48: [(32, 256, 2), (32, 256, 3), (32, 128, 4), (64, 128, 3), (64, 128, 4), (64, 256, 2)],
 }
 """Likewise, for the kernel through which 4-bit codes stream: tokens, depth and stages."""
-STREAMED = {"int4": 8, "mxfp4": 48}
-"""Formats of that kernel, and their most tokens per expert."""
 TINY = Model(8, 2, 256, 256)
 
 
@@ -195,7 +193,8 @@ def candidates(case: Case) -> Iterator[Case]:
         return  # Hopper's kernel has no parameters
     sizes = MODELS[case.model]
     each = case.rows * sizes.top_k / sizes.experts
-    streams = 1 < case.rows < MANY and each <= STREAMED.get(case.format, 0)
+    most_streamed = {kind.name.lower(): most for kind, most in STREAMED.items()}
+    streams = 1 < case.rows < MANY and each <= most_streamed.get(case.format, 0)
     if streams and target.runs_hopper_kernels():
         tries = next(tries for most, tries in STREAMING_TRIES.items() if each <= most)
         for tokens, depth, stages in tries:

@@ -17,7 +17,9 @@ import json
 import random
 import shlex
 import sys
+import tempfile
 import time
+from collections import Counter
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -25,73 +27,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxserve.api import Request, SamplingParams
-from jaxserve.cli.options import parse_args
-from jaxserve.metrics.metrics import Metrics
-from jaxserve.startup import environment
+from scripts.offload_engine import Bench
 from scripts.paired import ratio_of_turns
 from scripts.working_tree import commit
 
 FLAGS = (
-    "--model qwen3-4b --load-format dummy --decode-buckets 64,256 --prefill-buckets 512,2048 "
-    "--max-model-len 4096"
+    "--model qwen3-4b --load-format dummy --kv-offload-size 1G --decode-buckets 64,256 "
+    "--prefill-buckets 512,2048 --max-model-len 4096"
 )
 TURN, PROMPT = 40, 128
-
-
-class Loop:
-    """An engine without threads, one step ahead of its results."""
-
-    def __init__(self, flags: str):
-        options = parse_args(shlex.split(flags))
-        environment.prepare(options.gpu_memory_utilization)
-        from jaxserve.engine.engine import SWITCH_INTERVAL
-        from jaxserve.startup.build import build_parts
-        from jaxserve.startup.timeline import Timeline
-        from jaxserve.weights.model_source import find_model
-
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        source = find_model(options)
-        metrics = Metrics("study")
-        parts = build_parts(options, source, metrics, lambda phase, done: None, Timeline())
-        self.scheduler, self.runner, self.vocab = (
-            parts.scheduler,
-            parts.runner,
-            source.sampled_vocab,
-        )
-        self.lookup = self.scheduler._verify  # pyright: ignore[reportPrivateUsage]
-        assert self.lookup is not None, "speculation is off"
-        self.in_flight: Any = None
-        self.kinds: dict[str, int] = {}
-
-    def step(self) -> None:
-        """Launches a step and reads the results of the previous one."""
-        plan = self.scheduler.plan()
-        launched = None if plan is None else (plan, self.runner.launch(plan))
-        if self.in_flight is not None:
-            before, pending = self.in_flight
-            self.scheduler.commit(before, self.runner.collect(pending))
-            kind = "verify" if before.verify else before.kind
-            self.kinds[kind] = self.kinds.get(kind, 0) + 1
-        self.in_flight = launched
-
-    def fill(self, rows: int) -> None:
-        """Runs steps until all `rows` sequences decode. Raises RuntimeError if they do not fit."""
-        for _ in range(4 * rows):
-            self.step()
-            if self.in_flight and len(self.in_flight[0].rows) == rows:
-                return
-        raise RuntimeError(f"{rows} sequences of this length do not fit the KV cache")
-
-    def turn(self, on: bool) -> float:
-        """Returns the steps per second of a turn, after two steps that are not counted."""
-        self.scheduler._verify = self.lookup if on else None  # pyright: ignore[reportPrivateUsage]
-        for _ in range(2):
-            self.step()
-        began = time.perf_counter()
-        for _ in range(TURN):
-            self.step()
-        return TURN / (time.perf_counter() - began)
 
 
 def main() -> None:
@@ -101,36 +45,56 @@ def main() -> None:
     parser.add_argument("--flags", default=FLAGS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    loop, words = Loop(args.flags), random.Random(0)
-    tokens = args.turns * (TURN + 2) + args.rows
-    for number in range(args.rows):
-        prompt = tuple(words.randrange(loop.vocab) for _ in range(PROMPT))
-        params = SamplingParams(max_tokens=tokens, temperature=0.0)
-        loop.scheduler.add(Request(id=f"r{number}", prompt=prompt, params=params))
-    loop.fill(args.rows)
-    loop.kinds.clear()
-    pairs: list[tuple[float, float]] = []
-    for arms in batched(order(args.turns, words), 2):
-        speeds = {on: loop.turn(on) for on in arms}
-        pairs.append((speeds[False], speeds[True]))
-    import jax
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(shlex.split(args.flags), Path(folder))
+        lookup = bench.scheduler._verify  # pyright: ignore[reportPrivateUsage]
+        assert lookup is not None, "speculation is off"
+        tokens = args.turns * (TURN + 2) + 2 * args.rows
+        live = {bench.add(bench.prompt(PROMPT), tokens) for _ in range(args.rows)}
+        bench.until(lambda: live <= bench.firsts.keys())
+        kinds, pairs = Counter[str](), list[tuple[float, float]]()
+        for arms in batched(order(args.turns), 2):
+            speeds: dict[bool, float] = {}
+            for on in arms:
+                while lookup.in_flight:  # drafts in flight must return first
+                    bench.turn()
+                scheduler: Any = bench.scheduler
+                scheduler._verify = lookup if on else None
+                speeds[on] = turn(bench, kinds)
+            pairs.append((speeds[False], speeds[True]))
+        import jax
 
-    result = {
-        "card": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": commit(),
-        "flags": args.flags,
-        "rows": args.rows,
-        "steps": loop.kinds,
-        "step_ms": round(1e3 / (sum(off for off, _ in pairs) / len(pairs)), 4),
-        "lookup over none": ratio_of_turns(pairs)._asdict(),
-    }
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result), flush=True)
+        result = {
+            "card": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "commit": commit(),
+            "flags": args.flags,
+            "rows": args.rows,
+            "steps": kinds,
+            "step_ms": round(1e3 / (sum(off for off, _ in pairs) / len(pairs)), 4),
+            "lookup over none": ratio_of_turns(pairs)._asdict(),
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(result), flush=True)
+        assert bench.parts.close is not None
+        bench.parts.close()
 
 
-def order(turns: int, words: random.Random) -> list[bool]:
+def turn(bench: Bench, kinds: Counter[str]) -> float:
+    """Returns the steps per second of a turn, after two steps that are not counted."""
+    for _ in range(2):
+        bench.turn()
+    began = time.perf_counter()
+    for _ in range(TURN):
+        plan = bench.in_flight[0] if bench.in_flight else None
+        kinds["none" if plan is None else "verify" if plan.verify else plan.kind] += 1
+        bench.turn()
+    return TURN / (time.perf_counter() - began)
+
+
+def order(turns: int) -> list[bool]:
     """Pairs of both arms, each in random order."""
+    words = random.Random(0)
     return [on for _ in range(turns // 2) for on in words.sample([False, True], 2)]
 
 

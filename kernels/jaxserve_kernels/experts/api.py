@@ -73,19 +73,10 @@ def _configure(
     return choose(x, ids, w, target=target)
 
 
-def _kernels(
-    config: Config,
-    x: Array,
-    ids: Array,
-    weights: Array,
-    w: ExpertWeights,
-    *,
-    activation: ExpertActivation,
-    target: Target,
-) -> Array:
+def _kernels(config: Config, *args: Any, activation: ExpertActivation, target: Target) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
 
-    return triton.experts(x, ids, weights, w, activation, config, target=target)
+    return triton.experts(*args, activation=activation, config=config, target=target)
 
 
 def _configure_streaming(
@@ -98,19 +89,10 @@ def _configure_streaming(
     return choose_streaming(x, ids, w, target=target)
 
 
-def _streaming(
-    config: Config,
-    x: Array,
-    ids: Array,
-    weights: Array,
-    w: ExpertWeights,
-    *,
-    activation: ExpertActivation,
-    target: Target,
-) -> Array:
+def _streaming(config: Config, *args: Any, activation: ExpertActivation, target: Target) -> Array:
     from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
 
-    return triton_streaming.experts(x, ids, weights, w, activation, config, target=target)
+    return triton_streaming.experts(*args, activation=activation, config=config, target=target)
 
 
 def _configure_hopper(
@@ -123,19 +105,10 @@ def _configure_hopper(
     return hopper_refuses(x, ids, w, target=target)
 
 
-def _hopper(
-    _: None,
-    x: Array,
-    ids: Array,
-    weights: Array,
-    w: ExpertWeights,
-    *,
-    activation: ExpertActivation,
-    target: Target,
-) -> Array:
+def _hopper(_: None, *args: Any, activation: ExpertActivation, target: Target) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
 
-    return hopper.experts(x, ids, weights, w, activation, target=target)
+    return hopper.experts(*args, activation=activation, target=target)
 
 
 def _definition(

@@ -146,7 +146,7 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
     for name, inputs in (("gate_up", x.shape[1]), ("down", w.width)):
         weight = getattr(w, name)
         found = stacked(weight)
-        if found is None or found.operand is None or found.operand.kind not in _STREAMED:
+        if found is None or found.operand is None or found.operand.kind not in STREAMED:
             return Refusal("not int4 or MXFP4")
         refusal = unlike(weight.shape[1], weight.shape[2], inputs, found)
         if refusal is not None:
@@ -154,7 +154,7 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
         if name == "gate_up" and w.width % 64:
             return Refusal("not whole tiles of 64 rows of gate")
         each = -(-ids.size // weight.shape[0])  # mean tokens per expert
-        most = _STREAMED[found.operand.kind]
+        most = STREAMED[found.operand.kind]
         if each > most:
             return Refusal(f"more than {most} tokens for each expert, if all had as many")
         shape = (f"{STREAMING}{name}", found.operand.kind.name.lower(), *weight.shape)
@@ -173,7 +173,7 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
 STREAMING = "streaming_"
 """Begins the names of products of `triton_streaming` in tables of launches."""
 
-_STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48}
+STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48}
 """Formats of `triton_streaming`, and their most tokens for each expert. With more, the sums of
 4-bit integers are scaled in as many instructions as in `triton`."""
 _RESERVED = 1024

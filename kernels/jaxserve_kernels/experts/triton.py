@@ -294,23 +294,23 @@ def experts(
     if tokens > 1:
         order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
-        x, *_arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
+        x, *arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
         kernel=_gate_up,
         name=f"experts_gate_up{_suffix(w.gate_up)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
         GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
         LATE=config.down.ahead > 0,
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, target),
+        **launch_arguments(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, target),
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
-        hidden, *_arrays(w.down, w.down_bias), ids, order, ends, weights, tokens,
+        hidden, *arrays(w.down, w.down_bias), ids, order, ends, weights, tokens,
         kernel=_down,
         name=f"experts_down{_suffix(w.down)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.shape[1], tokens, embed), dtype),
-        **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, target),
+        **launch_arguments(config.down, w.down, w.down_bias, ids, hidden, embed, target),
     )  # fmt: skip
     return parts if config.parts else parts.astype(jnp.float32).sum(0).astype(dtype)[None]
 
@@ -319,13 +319,14 @@ def _suffix(weight: Any) -> str:
     return "" if isinstance(weight, Array) else f"_{type(weight).__name__}"
 
 
-def _arrays(weight: Any, bias: Array | None) -> tuple[Array, ...]:
+def arrays(weight: Any, bias: Array | None) -> tuple[Array, ...]:
+    """Returns a stacked weight's arrays for the kernels, then the bias or a stand-in."""
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
     return *found.arrays, found.arrays[0] if bias is None else bias
 
 
-def _launch(
+def launch_arguments(
     launch: Launch,
     weight: Any,
     bias: Array | None,

@@ -40,7 +40,7 @@ from jaxserve_kernels.triton_call import triton_call
 
 _PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
-_OSS = gl.constexpr(3)
+OSS = gl.constexpr(3)
 """gpt-oss's activation; beside the values of `activation.gating`."""
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
@@ -117,9 +117,9 @@ def _add_bias(acc, bias_ptr, n: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _activated(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
+def activated(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
     """`reference.swiglu_oss`, or `gated`, in float32."""
-    if GATED == _OSS:
+    if GATED == OSS:
         gate = gl.minimum(gate.to(dtype).to(gl.float32), _LIMIT)
         up = gl.minimum(gl.maximum(up.to(dtype).to(gl.float32), -_LIMIT), _LIMIT)
         values = (up + 1.0) * gate / (1.0 + gl.exp(-_ALPHA * gate))
@@ -166,7 +166,7 @@ def _gate_up(
         acc = _add_bias(acc, bias_ptr + expert * (2 * n), n, True)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    values = _activated(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
+    values = activated(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
     layout: gl.constexpr = values.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     there = (token < tokens) & (_of_columns(choice, tokens, layout) >= 0)
@@ -245,7 +245,7 @@ def experts(
         name=f"few_gate_up{_suffix(w.gate_up)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, tokens, w.width), x.dtype),
-        GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
+        GATED=OSS.value if activation == "swiglu_oss" else gating(activation),
         **constants, **launch(w.gate_up, w.gate_up_bias, embed, w.width),
     )  # fmt: skip
     return triton_call(

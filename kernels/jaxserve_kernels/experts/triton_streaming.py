@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,29 +23,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
-from jaxserve_kernels.experts.config import Config, Launch, most_blocks
+from jaxserve_kernels.experts.config import Config, Launch
+from jaxserve_kernels.experts.triton import arrays, launch_arguments
+from jaxserve_kernels.experts.triton_few import OSS, activated
 from jaxserve_kernels.experts.types import (
-    SWIGLU_OSS_ALPHA,
-    SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
-    stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton_arguments import MXFP4, NO_ZERO
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps, less_bias
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.triton_prefetch import ask_for
 
 _MXFP4 = gl.constexpr(MXFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 _DOWN = gl.constexpr(0)
-"""Values of GATED beside those of `activation.gating`: down product, gpt-oss's activation."""
-_OSS = gl.constexpr(3)
-_ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
-_LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
+"""GATED of the down product; beside the values of `activation.gating` and `OSS`."""
 _WIDTH = gl.constexpr(32)
 """16-bit words of a row in a tile of 128 inputs."""
 _TILE = gl.constexpr(64 * 32)
@@ -153,18 +147,6 @@ def _copy_inputs(
 
 
 @gluon.jit
-def _activated(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
-    """`reference.swiglu_oss` or `gated_sums`, in float32."""
-    if GATED == _OSS:
-        gate = gl.minimum(gate.to(dtype).to(gl.float32), _LIMIT)
-        up = gl.minimum(gl.maximum(up.to(dtype).to(gl.float32), -_LIMIT), _LIMIT)
-        values = (up + 1.0) * gate / (1.0 + gl.exp(-_ALPHA * gate))
-    else:
-        values = gated_sums(gate, up, dtype, GATED)
-    return values
-
-
-@gluon.jit
 def _finish(
     acc, bias_ptr, order_ptr, weights_ptr, out_ptr, begin, end, tokens,
     n: gl.constexpr, choices: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
@@ -182,7 +164,7 @@ def _finish(
         values = acc
     else:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        values = _activated(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
+        values = activated(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
     layout: gl.constexpr = values.type.layout
     rows: gl.constexpr = values.shape[0]
     row = gl.program_id(0) * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
@@ -337,16 +319,16 @@ def experts(
     order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
     lists = ends, order, weights, tokens
     hidden = triton_call(
-        x, *_arrays(w.gate_up, w.gate_up_bias), *lists,
+        x, *arrays(w.gate_up, w.gate_up_bias), *lists,
         kernel=_product,
         name=f"experts_gate_up_streaming_{type(w.gate_up).__name__}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size, w.width), x.dtype),
-        GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
+        GATED=OSS.value if activation == "swiglu_oss" else gating(activation),
         **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, target),
     )  # fmt: skip
     return triton_call(
-        hidden, *_arrays(w.down, w.down_bias), *lists,
+        hidden, *arrays(w.down, w.down_bias), *lists,
         kernel=_product,
         name=f"experts_down_streaming_{type(w.down).__name__}",
         target=target,
@@ -354,12 +336,6 @@ def experts(
         GATED=_DOWN.value,
         **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, target),
     )  # fmt: skip
-
-
-def _arrays(weight: Any, bias: Array | None) -> tuple[Array, ...]:
-    found = stacked(weight)
-    assert found is not None, f"no kernel knows {type(weight)}"
-    return *found.arrays, found.arrays[1] if bias is None else bias
 
 
 def _launch(
@@ -371,19 +347,8 @@ def _launch(
     n: int,
     target: Target,
 ) -> dict[str, Any]:
-    """Launch arguments that both products share. n: width of the result."""
-    experts, rows, k = weight.shape
-    found = stacked(weight)
-    assert found is not None and found.operand is not None, f"no codes: {type(weight)}"
-    sizes = [each.size // experts for each in found.arrays]
-    return {
-        "grid": (triton.cdiv(rows, launch.rows), most_blocks(ids, experts, launch.tokens)),
-        "num_warps": launch.num_warps,
-        "experts": experts, "choices": ids.shape[1], "n": n, "k": k, "columns": x.shape[1],
-        "packed_size": sizes[0], "scale_size": sizes[1], "second_size": sizes[2],
-        **found.operand.constants,
-        "BIAS": bias is not None, "EXPERTS": max(32, triton.next_power_of_2(experts)),
-        "TOKENS": launch.tokens, "ROWS": launch.rows, "K_TILES": launch.depth // 128,
-        "STAGES": launch.num_stages, "WARPS": launch.num_warps,
-        "AHEAD": launch.ahead * target.gpu.multiprocessors,
-    }  # fmt: skip
+    """Launch arguments that both products share: see `triton.launch_arguments`."""
+    found = launch_arguments(launch, weight, bias, ids, x, n, target)
+    del found["ONE"], found["DEPTH"]
+    found["EXPERTS"] = max(32, found["EXPERTS"])
+    return {**found, "K_TILES": launch.depth // 128}
