@@ -91,8 +91,8 @@ TRIES = {
 """Values to try of rows, warps, stages, tokens and prefetching programs, by the largest mean number
 of tokens per expert."""
 STREAMING_TRIES = {
-    4: [(8, 256, 2), (8, 256, 3), (8, 128, 4), (8, 128, 6), (8, 384, 2), (16, 256, 3)],
-    8: [(8, 256, 3), (16, 256, 2), (16, 256, 3), (16, 128, 4), (16, 128, 6), (16, 384, 2)],
+    4: [(8, 256, 2), (8, 256, 3), (8, 128, 4), (8, 128, 6), (16, 256, 3)],
+    8: [(8, 256, 3), (16, 256, 2), (16, 256, 3), (16, 128, 4), (16, 128, 6)],
     48: [(32, 256, 2), (32, 256, 3), (32, 128, 4), (64, 128, 3), (64, 128, 4), (64, 256, 2)],
 }
 """Likewise, for the kernel through which 4-bit codes stream: tokens, depth and stages."""

@@ -7,6 +7,11 @@ from typing import NamedTuple
 MODEL = "--model qwen3-4b --load-format dummy --cache-dir {cache}"
 RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
 HYBRIDS = {"27b": "qwen3.5-27b", "35b_a3b": "qwen3.5-35b-a3b"}
+FEW_BUCKETS = (
+    "--load-format dummy --cache-dir {cache} --forbid-compiles --speculative-config off"
+    " --decode-buckets 1,8,16,32,64 --prefill-buckets 512,2048"
+)
+"""Of servers of large models, which compile for long. Random prompts have no drafts."""
 CLIENTS = "1,8,32,64,128,256"
 BATCH = "1,2,4,8,16,32,64,128,256"
 NEEDS = {
@@ -144,19 +149,40 @@ PROOFS = {
             ),
         ),
     ),
-    "hybrid-serving": Proof(
-        "a hybrid model over HTTP: first tokens cold and cached, closed loops; int4",
-        5,
-        (
-            "scripts/bench_serving.py --url {url} --prefix-hit 1024,4096"
-            " --out {out}/first_token.json",
-            "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
-            " --out {out}/serving.json",
-        ),
-        server="--model qwen3.5-27b --load-format dummy --cache-dir {cache} --forbid-compiles"
-        " --quantization int4 --max-model-len 8192 --decode-buckets 1,8,32,64"
-        " --prefill-buckets 512,2048",
-    ),
+    **{
+        f"hybrid-serving{suffix}": Proof(
+            f"{name} over HTTP: first tokens cold and cached, closed loops; {weights}",
+            4,
+            (
+                "scripts/bench_serving.py --url {url} --prefix-hit 1024,4096"
+                " --out {out}/first_token.json",
+                "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
+                " --out {out}/serving.json",
+            ),
+            server=f"--model {name} --quantization {weights} --max-model-len 8192 {FEW_BUCKETS}",
+        )
+        for suffix, name, weights in (
+            ("", "qwen3.5-27b", "int4"),
+            ("-35b-a3b", "qwen3.5-35b-a3b", "fp8"),
+        )
+    },
+    **{
+        f"experts-serving{suffix}": Proof(
+            f"qwen3-30b-a3b over HTTP: ten clients with long prompts, closed loops; {weights}",
+            4,
+            (
+                "scripts/bench_serving.py --url {url} --concurrency 10 --rounds 2"
+                " --prompt-tokens 2048 --output-tokens 1024 --out {out}/ten_clients.json",
+                "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
+                " --out {out}/serving.json",
+            ),
+            server=f"--model qwen3-30b-a3b{flags} --max-model-len 8192 {FEW_BUCKETS}",
+        )
+        for suffix, weights, flags in (
+            ("", "bf16", ""),
+            ("-int4", "int4", " --quantization int4"),
+        )
+    },
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
         12,

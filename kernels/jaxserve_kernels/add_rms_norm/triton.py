@@ -16,6 +16,10 @@ from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, stor
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
+_ALONE = 64
+"""Up to this many tokens, a program has a multiprocessor for itself. More warps then have more of
+the parts in flight at a time."""
+
 
 @triton.jit
 def add_and_norm(
@@ -98,11 +102,13 @@ def add_rms_norm(
     """See `add_rms_norm.api`: one program for each token."""
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    block = triton.next_power_of_2(embed)
+    few = max(4, min(16, block // 128))
     launch: dict[str, Any] = {
         "grid": (tokens,),
-        "num_warps": 8 if embed > 2048 else 4,
+        "num_warps": few if tokens <= _ALONE else 8 if embed > 2048 else 4,
         "stride": tokens * embed, "embed": embed, "eps": eps, "parts": update.shape[0],
-        "BIAS": bias is not None, "BLOCK": triton.next_power_of_2(embed),
+        "BIAS": bias is not None, "BLOCK": block,
     }  # fmt: skip
     inputs = x, update, weight, weight if bias is None else bias
     if form is None:

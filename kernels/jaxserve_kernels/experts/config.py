@@ -162,9 +162,10 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
         if tuned is not None:
             launches[name] = Launch(**tuned)
             continue
-        tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 20 else 64
+        tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
         ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
-        depth = 128 if tokens == 64 else 256  # more need more registers than there are
+        integers = found.operand.kind is Kind.INT4
+        depth = 128 if tokens > 16 or (integers and tokens == 8) else 256
         launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
         launches[name] = replace(launch, num_stages=_streaming_stages(launch, found, target))
     return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)

@@ -16,66 +16,98 @@ def _score(key):
 
 
 @gluon.jit
-def chosen(
-    scores_ptr, bias_ptr, pair, tokens: gl.constexpr, columns: gl.constexpr, experts: gl.constexpr,
-    K: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
-    BIAS: gl.constexpr, SHARED: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
+def _choices(
+    scores_ptr, bias_ptr, experts: gl.constexpr, K: gl.constexpr, EXPERTS: gl.constexpr,
+    SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Finds the expert of a (token, choice) pair: see `reference.route`.
+    """A token's K experts, their weights, and a number by which the weights are divided.
 
-    Returns the expert; whether no earlier token has chosen it; which choice of each token it is, -1
-    if none; and its weight for each token.
-
-    SHARED: the pair after the last one is the shared expert, choice K of every token.
-
-    A warp looks at all scores of its tokens. It maps them to integers (keys) of the same order,
-    because it can find the largest integer in one instruction. Scores are read from the L2 cache:
-    the multiprocessor's own cache may still hold an earlier layer's scores at the same address.
+    Each warp looks at all scores. It maps them to integers (keys) of the same order, because it can
+    find the largest integer in one instruction. Scores are read from the L2 cache: the
+    multiprocessor's own cache may still hold an earlier layer's scores at the same address.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, EXPERTS // 32], [1, 32], [WARPS, 1], [1, 0])
-    token = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-    lane = gl.arange(0, EXPERTS, gl.SliceLayout(0, layout))[None, :]
-    there, _ = gl.broadcast(lane < experts, token[:, None])
-    at = gl.minimum(token, tokens - 1)[:, None] * columns + lane
-    scores = gl.load(scores_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    lane = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0]))
+    there = lane < experts
+    scores = gl.load(scores_ptr + lane, mask=there, other=0.0, cache_modifier=".cg")
     if BIAS:
-        scores += gl.load(bias_ptr + lane, mask=lane < experts, other=0.0).to(gl.float32)
+        scores += gl.load(bias_ptr + lane, mask=there, other=0.0).to(gl.float32)
     scores = gl.where(scores == scores, scores + 0.0, float("-inf"))  # -0.0 is 0.0
     bits = scores.to(gl.int32, bitcast=True)
     keys = gl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), _REMOVED)
-    largest = _score(gl.max(keys, axis=1))
-    total = gl.zeros_like(largest)
+    largest = _score(gl.max(keys, axis=0))
+    total = largest * 0.0 if NORMALIZE else largest * 0.0 + 1.0
     if not NORMALIZE and not SIGMOID:
-        total = gl.sum(gl.where(there, gl.exp(scores - largest[:, None]), 0.0), axis=1)
+        total = gl.sum(gl.where(there, gl.exp(scores - largest), 0.0), axis=0)
     found = ()
     weights = ()
-    of_pair = token * 0
-    for index in gl.static_range(K):
-        key = gl.max(keys, axis=1)
-        expert = gl.min(gl.where(keys == key[:, None], lane, EXPERTS), axis=1)
-        keys = gl.where(lane == expert[:, None], _REMOVED, keys)
+    for _ in gl.static_range(K):
+        key = gl.max(keys, axis=0)
+        expert = gl.min(gl.where(keys == key, lane, EXPERTS), axis=0)
+        keys = gl.where(lane == expert, _REMOVED, keys)
         score = _score(key)
         weight = 1.0 / (1.0 + gl.exp(-score)) if SIGMOID else gl.exp(score - largest)
         if NORMALIZE:
             total += weight
         found = found + (expert,)  # noqa: RUF005  (Triton knows no other way)
         weights = weights + (weight,)  # noqa: RUF005
-        of_pair = gl.where(pair % K == index, expert, of_pair)
-    expert = gl.sum(gl.where(token == pair // K, of_pair, 0), axis=0)
-    choice = token * 0 - 1
-    weight = gl.zeros_like(total)
-    for index in gl.static_range(K):
-        own = (found[index] == expert) & (token < tokens)
-        choice = gl.where(own, index, choice)
-        weight = gl.where(own, weights[index], weight)
-    if NORMALIZE or not SIGMOID:
-        weight /= total
-    first = gl.min(gl.where(choice >= 0, token, TOKENS), axis=0) == pair // K
-    if SHARED:
-        shared = pair == tokens * K
-        at = gl.minimum(token, tokens - 1) * columns + experts
-        score = gl.load(scores_ptr + at, cache_modifier=".cg")
-        first = first | shared
-        choice = gl.where(shared & (token < tokens), K, choice)
-        weight = gl.where(shared, 1.0 / (1.0 + gl.exp(-score)), weight)
-    return expert, first, choice, weight
+    return found, weights, total
+
+
+@gluon.jit
+def chosen(
+    scores_ptr, bias_ptr, pair, tokens: gl.constexpr, columns: gl.constexpr, experts: gl.constexpr,
+    K: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
+    BIAS: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Finds the expert of a (token, choice) pair: see `reference.route`.
+
+    Returns the expert; whether no earlier token has chosen it; and for each token, as tuples, which
+    choice of the token it is, -1 if none, and its weight.
+
+    SHARED: the pair after the last one is the shared expert, choice K of every token.
+    """
+    found = ()
+    weights = ()
+    totals = ()
+    for token in gl.static_range(tokens):
+        own, own_weights, total = _choices(
+            scores_ptr + token * columns, bias_ptr, experts, K, EXPERTS, SIGMOID, NORMALIZE, BIAS,
+            WARPS,
+        )  # fmt: skip
+        found = found + own  # noqa: RUF005
+        weights = weights + own_weights  # noqa: RUF005
+        totals = totals + (total,)  # noqa: RUF005
+    expert = pair * 0
+    for index in gl.static_range(tokens * K):
+        expert = gl.where(pair == index, found[index], expert)
+    is_shared = pair == tokens * K
+    first = pair >= 0
+    choices = ()
+    chosen_weights = ()
+    for token in gl.static_range(tokens):
+        choice = pair * 0 - 1
+        weight = totals[token] * 0.0
+        for index in gl.static_range(K):
+            own = found[token * K + index] == expert
+            choice = gl.where(own, index, choice)
+            weight = gl.where(own, weights[token * K + index], weight)
+        weight /= totals[token]
+        first = first & ((choice < 0) | (token >= pair // K))
+        if SHARED:
+            score = gl.load(scores_ptr + token * columns + experts, cache_modifier=".cg")
+            choice = gl.where(is_shared, K, choice)
+            weight = gl.where(is_shared, 1.0 / (1.0 + gl.exp(-score)), weight)
+        choices = choices + (choice,)  # noqa: RUF005
+        chosen_weights = chosen_weights + (weight,)  # noqa: RUF005
+    return expert, first | (is_shared & SHARED), choices, chosen_weights
+
+
+@gluon.jit
+def of_columns(values, tokens: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
+    """Values of tokens, as those of a product's columns. Columns after the last token have the
+    first token's."""
+    column = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    every = gl.where(column >= 0, values[0], values[0])
+    for token in gl.static_range(1, tokens):
+        every = gl.where(column == token, values[token], every)
+    return every

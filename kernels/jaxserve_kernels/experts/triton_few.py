@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.dense_matmul.triton_streaming import accumulate as dense_sums
 from jaxserve_kernels.experts.config import limits_of
-from jaxserve_kernels.experts.triton_choice import chosen
+from jaxserve_kernels.experts.triton_choice import chosen, of_columns
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
@@ -47,16 +47,6 @@ _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 _ROWS = 64
 _RESERVED = 1024
 """Bytes of shared memory that the system reserves for each program."""
-
-
-@gluon.jit
-def _of_columns(values, tokens: gl.constexpr, layout: gl.constexpr):
-    """Values per token, as values per column of a product."""
-    if tokens == 1:
-        values = gl.sum(values, axis=0)
-    else:
-        values = gl.convert_layout(values, gl.SliceLayout(0, layout))
-    return values
 
 
 @gluon.jit
@@ -137,7 +127,7 @@ def _gate_up(
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, GATED: gl.constexpr,
     BIAS: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
-    ROUTER_BIAS: gl.constexpr, SHARED: gl.constexpr, ROUTED: gl.constexpr,
+    ROUTER_BIAS: gl.constexpr, SHARED: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
@@ -150,9 +140,9 @@ def _gate_up(
         gdc_wait()
         gdc_launch_dependents()
     pair = gl.program_id(1)
-    expert, first, choice, _ = chosen(
+    expert, first, choices, _ = chosen(
         scores_ptr, router_bias_ptr, pair, tokens, scored, experts, K, EXPERTS, SIGMOID, NORMALIZE,
-        ROUTER_BIAS, SHARED, ROUTED, ROWS // 16,
+        ROUTER_BIAS, SHARED, ROWS // 16,
     )  # fmt: skip
     if not first:
         return
@@ -169,7 +159,7 @@ def _gate_up(
     values = activated(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
     layout: gl.constexpr = values.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    there = (token < tokens) & (_of_columns(choice, tokens, layout) >= 0)
+    there = (token < tokens) & (of_columns(choices, tokens, TOKENS, layout) >= 0)
     _store(values, out_ptr, pair * tokens + token, there, n)
 
 
@@ -182,16 +172,16 @@ def _down(
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     BIAS: gl.constexpr, EXPERTS: gl.constexpr, SIGMOID: gl.constexpr, NORMALIZE: gl.constexpr,
-    ROUTER_BIAS: gl.constexpr, SHARED: gl.constexpr, ROUTED: gl.constexpr,
+    ROUTER_BIAS: gl.constexpr, SHARED: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, K_TILES: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """From the result of `_gate_up`: each choice's output times its weight, [K, tokens, n]; with a
     shared expert [K + 1, tokens, n]."""
     pair = gl.program_id(1)
-    expert, first, choice, weight = chosen(
+    expert, first, choices, weights = chosen(
         early_scores_ptr, router_bias_ptr, pair, tokens, scored, experts, K, EXPERTS, SIGMOID,
-        NORMALIZE, ROUTER_BIAS, SHARED, ROUTED, ROWS // 16,
+        NORMALIZE, ROUTER_BIAS, SHARED, ROWS // 16,
     )  # fmt: skip
     if not first:
         return
@@ -205,9 +195,8 @@ def _down(
         acc = _add_bias(acc, bias_ptr + expert * n, n, False)
     layout: gl.constexpr = acc.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    choice = _of_columns(choice, tokens, layout)
-    weight = _of_columns(weight, tokens, layout)
-    acc *= weight if tokens == 1 else weight[None, :]
+    choice = of_columns(choices, tokens, TOKENS, layout)
+    acc *= of_columns(weights, tokens, TOKENS, layout)[None, :]
     _store(acc, out_ptr, choice * tokens + token, (token < tokens) & (choice >= 0), n)
 
 
@@ -231,7 +220,6 @@ def experts(
         "EXPERTS": max(32, triton.next_power_of_2(routing.num_experts)),
         "SIGMOID": routing.scoring == "sigmoid", "NORMALIZE": routing.normalize,
         "ROUTER_BIAS": bias is not None, "SHARED": shared is not None, "TOKENS": columns,
-        "ROUTED": 1 if tokens == 1 else columns,
     }  # fmt: skip
     router = scores, scores if bias is None else bias
     pairs, parts = tokens * k, k

@@ -30,6 +30,7 @@ class Limits(NamedTuple):
     warps_per_multiprocessor: int
     deep_tiles: int
     streaming_programs: int
+    most_streaming_programs: int
     programs_of_16_tokens: Fraction
     large_n_rows: int
     most_splits: int
@@ -148,22 +149,29 @@ def small_m(depth: int, *, gated: bool) -> Config:
 
 
 def streaming(call: Call) -> Config:
-    """Three programs per multiprocessor, with rings that leave room for three."""
+    """Three programs per multiprocessor, with rings that leave room for as many; for few tokens up
+    to five, if fewer would take turns."""
     out, tiles, tokens, target = call.out, call.tiles, call.tokens, call.target
-    tile, k_tiles = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
+    tile, most = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
     size = 64 * call.operand.row_bytes + 256 * tile
     limits = call.limits
-    ring = target.gpu.shared_memory // limits.streaming_programs - _RESERVED
+    rows = out // 64
+    multiprocessors = target.gpu.multiprocessors
+    if 8 < tokens <= 16:
+        parts = -(-math.floor(limits.programs_of_16_tokens * multiprocessors) // rows)
+    else:
+        parts = limits.streaming_programs * multiprocessors // rows
+    if tokens <= 8 and parts * rows < 2 * multiprocessors and not call.gated:
+        parts += 1
+    parts = 1 if call.gated else min(limits.most_splits, max(1, parts), tiles)
+    resident = limits.streaming_programs
+    if tokens <= 16:
+        resident = _resident(rows * parts, multiprocessors, limits)
+    ring = target.gpu.shared_memory // resident - _RESERVED
+    k_tiles = most if resident == limits.streaming_programs else min(most, 2)
     while k_tiles > 1 and (tiles % k_tiles or ring // (k_tiles * size) < 3):
         k_tiles //= 2
     stages = ring // (k_tiles * size)
-    rows = out // 64
-    programs = target.gpu.multiprocessors
-    if 8 < tokens <= 16:
-        parts = -(-math.floor(limits.programs_of_16_tokens * programs) // rows)
-    else:
-        parts = limits.streaming_programs * programs // rows
-    parts = min(limits.most_splits, max(1, parts), tiles)
     splits = -(-tiles // steps(tiles, parts, k_tiles))  # none is empty
     # With many tokens only attention gains from an early start: it copies keys. Products do not.
     first = tokens <= 16 or (tokens > 32 and not call.gated and out > call.depth)
@@ -175,6 +183,20 @@ def streaming(call: Call) -> Config:
         unroll=k_tiles,
         first=first,
     )
+
+
+def _resident(programs: int, multiprocessors: int, limits: Limits) -> int:
+    """Programs of `triton_streaming` for which a multiprocessor should have room: the number with
+    which the busiest one has the fewest in its turns, all of which last equally long."""
+
+    def work(resident: int) -> int:
+        at_once = resident * multiprocessors
+        if programs <= at_once:
+            return -(-programs // multiprocessors)
+        return -(-programs // at_once) * resident
+
+    choices = range(limits.streaming_programs, limits.most_streaming_programs + 1)
+    return min(choices, key=work)  # the first of equals has the deepest ring
 
 
 def stream_k(call: Call) -> Config:
