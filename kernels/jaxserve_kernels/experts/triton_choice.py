@@ -74,8 +74,8 @@ def chosen(
             scores_ptr + token * columns, bias_ptr, experts, K, EXPERTS, SIGMOID, NORMALIZE, BIAS,
             WARPS,
         )  # fmt: skip
-        found = found + own  # noqa: RUF005
-        weights = weights + own_weights  # noqa: RUF005
+        found = found + own
+        weights = weights + own_weights
         totals = totals + (total,)  # noqa: RUF005
     expert = pair * 0
     for index in gl.static_range(tokens * K):
