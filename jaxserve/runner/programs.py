@@ -284,7 +284,7 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
             for group, kv in enumerate(paged(state.kv))
             if scaled
         ),
-        *state_copies.programs(config.recurrent_state),
+        *state_copies.programs(config.recurrent_state, target=config.target),
         *slot_tables.programs(config.tables),
         *verify.programs(config.verify),
         prompt_scores.program(

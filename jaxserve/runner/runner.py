@@ -332,8 +332,8 @@ class Runner:
         """Launch copies of recurrent state. Returns before they are done."""
         copy, (*paged, state) = self._state_copies, self._state.kv
         assert copy is not None, "the model has no recurrent layers"
-        for packed in state_copies.pack(copies, self._config.padding_slot):
-            state = copy(state, packed)
+        for each in copies:
+            state = copy(state, np.array(each, np.int32))
         self._state = self._state._replace(kv=(*paged, state))
 
     def _pack(

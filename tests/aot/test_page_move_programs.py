@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.runner import page_moves
+from jaxserve.runner import page_moves, state_copies
 from jaxserve.runner.draft_cache import DraftedLayout
 from jaxserve.runner.page_moves import Rings
 from jaxserve_kernels.kv_format import CacheShape, PageLayout, named
@@ -79,3 +79,19 @@ def test_moves_of_pages_compile_and_copy_no_cache(layout: PageLayout, major: int
         donated = sum(leaf.size * leaf.dtype.itemsize for leaf in given)
         assert analysis.alias_size_in_bytes >= donated, f"{program.name} copies what it is given"
         assert analysis.temp_size_in_bytes <= 4 * page, program.name
+
+
+@pytest.mark.parametrize("major", [8, 9])
+def test_a_copy_of_recurrent_state_needs_no_scratch(major: int) -> None:
+    """Else it would wait for the scratch of the step in flight."""
+    place = sharding(major)
+    (program,) = state_copies.programs(STATE, target=Target.for_gpu(10 * major))
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        program.arguments,
+    )
+    compiled = jax.jit(program.function, donate_argnums=program.donated).lower(*arguments).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < 1024
+    states = sum(leaf.size * leaf.dtype.itemsize for leaf in STATE)
+    assert analysis.alias_size_in_bytes == states, "the state is copied"

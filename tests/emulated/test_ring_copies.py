@@ -1,4 +1,5 @@
-"""Copies between caches and rings on the emulator, byte for byte as their definition."""
+"""Copies between caches and rings, and within an array, on the emulator, byte for byte as their
+definition."""
 
 from __future__ import annotations
 
@@ -33,3 +34,8 @@ def test_copies_between_pages_and_a_ring(shape: str, dtype: str) -> None:
         expected = getattr(reference, name)(pages, ring, pairs, axis=axis)
         np.testing.assert_array_equal(found, expected)
         assert not np.array_equal(found, pages if name == "from_ring" else ring)
+    for pair in ([3, 1], [2, 2]):
+        found = triton.within(pages, jnp.asarray(pair, jnp.int32), axis=axis, target=HOPPER)
+        expected = np.array(pages)
+        np.moveaxis(expected, axis, 0)[pair[1]] = np.moveaxis(expected, axis, 0)[pair[0]]
+        np.testing.assert_array_equal(found, expected)

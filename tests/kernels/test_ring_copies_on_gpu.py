@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels.ring_copies import from_ring, reference, to_ring
+from jaxserve_kernels.ring_copies import from_ring, reference, to_ring, within
 from jaxserve_kernels.target import Target
 
 pytestmark = pytest.mark.gpu
@@ -38,3 +38,16 @@ def test_pages_of_a_model_go_to_the_ring_and_come_from_it(moves: int) -> None:
         found = jax.jit(copied, donate_argnums=written)(*arguments)
         assert found.unsafe_buffer_pointer() == address, "the array has moved"
         np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("pair", [(2, 5), (5, 5)])
+def test_a_slots_state_is_copied_in_place(pair: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    states = jnp.asarray(rng.standard_normal((6, 9, 16, 128, 128), np.float32))
+    expected = np.array(states)
+    expected[:, pair[1]] = expected[:, pair[0]]
+    address = states.unsafe_buffer_pointer()
+    copied = functools.partial(within, axis=1, target=Target.here())
+    found = jax.jit(copied, donate_argnums=0)(states, jnp.asarray(pair, jnp.int32))
+    assert found.unsafe_buffer_pointer() == address, "the array has moved"
+    np.testing.assert_array_equal(np.asarray(found), expected)

@@ -1,4 +1,4 @@
-"""Copies between a cache's array and a ring's: picks the implementation."""
+"""Copies between a cache's array and a ring's, and within an array: picks the implementation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def to_ring(pages: Array, ring: Array, pairs: Array, *, axis: int, target: Targe
     return _TO_RING(pages, ring, pairs, axis=axis, target=target)
 
 
+def within(pages: Array, pair: Array, *, axis: int, target: Target) -> Array:
+    """See `reference.within`."""
+    return _WITHIN(pages, pair, axis=axis, target=target)
+
+
 def _op(name: str, function: str) -> Op:
     def kernel(_: None, *args: Array, axis: int, target: Target) -> Any:
         from jaxserve_kernels.ring_copies import triton  # needs Triton: only for GPUs
@@ -36,9 +41,10 @@ def _op(name: str, function: str) -> Op:
             Implementation(name="triton", configure=on_kernels, run=kernel),
             Implementation(name="reference", configure=anything, run=definition, kernels=False),
         ),
-        describe=lambda pages, ring, pairs, **_: f"{pairs.shape[1]} pages",
+        describe=lambda *arrays, **_: f"{arrays[-1][0].size} pages",
     )
 
 
 _FROM_RING = _op("copy_from_ring", "from_ring")
 _TO_RING = _op("copy_to_ring", "to_ring")
+_WITHIN = _op("copy_within", "within")

@@ -1,4 +1,5 @@
-"""The definition of copies between a cache's array and a ring's, in plain JAX."""
+"""The definition of copies between a cache's array and a ring's, and within an array, in plain
+JAX."""
 
 from __future__ import annotations
 
@@ -38,6 +39,20 @@ def to_ring(pages: Array, ring: Array, pairs: Array, *, axis: int) -> Array:
         part = jnp.moveaxis(lax.dynamic_slice_in_dim(pages, page, 1, axis), axis, 0)
         ring = lax.dynamic_update_slice_in_dim(ring, part, slot, 0)
     return ring
+
+
+def within(pages: Array, pair: Array, *, axis: int) -> Array:
+    """Copies one page of an array to the place of another: pages[:, pair[1]] = pages[:, pair[0]].
+
+    Args:
+      pages: [..., pages, ...], updated in place when donated.
+      pair: int32 [2], the numbers of the source and of the target.
+      axis: the axis of pages.
+    """
+    one = lax.dynamic_slice_in_dim(pages, pair[0], 1, axis)
+    # In one fusion with the update, XLA would copy the whole array to read it unchanged.
+    one = lax.optimization_barrier(one)
+    return lax.dynamic_update_slice_in_dim(pages, one, pair[1], axis)
 
 
 def _each(pairs: Array) -> Iterator[tuple[Array, Array]]:

@@ -37,6 +37,19 @@ def _kernel(
         tl.store(target_ptr + in_ring, tl.load(source_ptr + in_pages, mask=mask), mask=mask)
 
 
+@triton.jit
+def _within(
+    pages_ptr, pair_ptr,
+    PAGES: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = pages_ptr + tl.program_id(1).to(tl.int64) * (PAGES * INNER)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < INNER
+    source = first + tl.load(pair_ptr).to(tl.int64) * INNER + offset
+    target = first + tl.load(pair_ptr + 1).to(tl.int64) * INNER + offset
+    tl.store(target, tl.load(source, mask=mask), mask=mask)
+
+
 def from_ring(pages: Array, ring: Array, pairs: Array, *, axis: int, target: Target) -> Array:
     """See `reference.from_ring`."""
     written = jax.new_ref(pages)
@@ -51,6 +64,30 @@ def to_ring(pages: Array, ring: Array, pairs: Array, *, axis: int, target: Targe
     return jax.freeze(written)
 
 
+def within(pages: Array, pair: Array, *, axis: int, target: Target) -> Array:
+    """See `reference.within`. It needs no scratch memory."""
+    written = jax.new_ref(pages)
+    outer, inner, block = _sizes(pages, axis)
+    triton_call(
+        written, pair,
+        kernel=_within,
+        name="copy_within",
+        target=target,
+        out_type=(),
+        grid=(triton.cdiv(inner, block), outer),
+        num_warps=4,
+        PAGES=pages.shape[axis], INNER=inner, BLOCK=block,
+    )  # fmt: skip
+    return jax.freeze(written)
+
+
+def _sizes(pages: Array, axis: int) -> tuple[int, int, int]:
+    """Elements before and after the axis of pages, and those that a program copies."""
+    inner = math.prod(pages.shape[axis + 1 :])
+    block = min(triton.next_power_of_2(inner), _BYTES // pages.dtype.itemsize)
+    return math.prod(pages.shape[:axis]), inner, block
+
+
 def _copy(
     source: Array,
     written: Any,
@@ -61,9 +98,8 @@ def _copy(
     *,
     from_ring: bool,
 ) -> None:
-    outer, inner = math.prod(pages.shape[:axis]), math.prod(pages.shape[axis + 1 :])
+    outer, inner, block = _sizes(pages, axis)
     moves = pairs.shape[1]
-    block = min(triton.next_power_of_2(inner), _BYTES // pages.dtype.itemsize)
     triton_call(
         source, written, pairs,
         kernel=_kernel,
