@@ -170,6 +170,22 @@ def expert_steps() -> str:
     return table(head, rows, "experts_h200")
 
 
+def large_models() -> str:
+    rows: list[list[str]] = []
+    for loop in measured("large_models_h200")["loops"]:
+        for point in loop["points"]:
+            rows.append([
+                f"{loop['model']} {loop['weights']}",
+                f"{loop['prompt_tokens']:,} / {loop['output_tokens']:,}",
+                str(point["concurrency"]),
+                f"{point['output_tok_per_s']:,.0f}",
+                f"{point['ttft_ms']['p50']:.0f}",
+                f"{point['tpot_ms']['p50']:.2f}",
+            ])  # fmt: skip
+    head = ["model", "tokens in / out", "clients", "output tok/s"]
+    return table([*head, "TTFT p50, ms", "TPOT p50, ms"], rows, "large_models_h200")
+
+
 def kv_speed() -> str:
     rows: list[list[str]] = []
     for name in ("bf16", "int8", "kvarn_k4v2_g128"):
@@ -360,6 +376,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight-steps": weight_steps,
     "experts": experts,
     "expert-steps": expert_steps,
+    "large-models": large_models,
     "kv-speed": kv_speed,
     "policies": policies,
     "parity": parity,
