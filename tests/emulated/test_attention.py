@@ -20,7 +20,7 @@ from tests.kernels.attention_inputs import AttentionSpec, Heads, apart, make_inp
 from tests.kernels.attention_specs import HOPPER_SPECS
 from tests.kernels.kv_steps import AS_WRITTEN, EPS, LAYER, Sequences, without_what_is_behind
 
-SPECS = [spec for spec in HOPPER_SPECS if spec.heads == Heads(8, 2, 64)]
+SPECS = [spec for spec in HOPPER_SPECS if spec.heads in (Heads(8, 2, 64), Heads(8, 2, 256))]
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one_list", "decode_rows_apart"])
@@ -128,6 +128,14 @@ def test_programs_take_several_tiles_of_split_contexts(
     )
 
 
+@pytest.mark.parametrize(("work", "splits"), [("chunks", 1), ("long", 1), ("long", 3)])
+def test_heads_of_256(work: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qwen3.5 has them. On Hopper, a block of keys is then half a page."""
+    attention_equals_the_definition(
+        "auto", work, monkeypatch, options="nothing", q_heads=16, head_dim=256, splits=splits
+    )
+
+
 def attention_equals_the_definition(
     name: str,
     work: str,
@@ -135,6 +143,7 @@ def attention_equals_the_definition(
     *,
     options: str,
     q_heads: int,
+    head_dim: int = 128,
     window: int | None = None,
     splits: int = 1,
 ) -> None:
@@ -148,7 +157,7 @@ def attention_equals_the_definition(
     tile_size = tile_tokens(q_heads // 2) if max(counts) > 1 else 1
     sequences = Sequences(
         lengths=ends, page_size=named(name).page_size or 64, dtype="bfloat16",
-        q_heads=q_heads, kv_heads=2, head_dim=128, options=options,
+        q_heads=q_heads, kv_heads=2, head_dim=head_dim, options=options,
     )  # fmt: skip
 
     def both(qkv: Any, kv: Any, tables: Any, step: Any, tile_size: int, target: Target) -> Any:

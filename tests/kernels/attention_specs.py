@@ -223,7 +223,10 @@ HOPPER_SPECS: tuple[AttentionSpec, ...] = tuple(
         padding_tiles=7,
         heads=heads,
     )
-    for heads in (_QWEN3, Heads(40, 8, 128), Heads(16, 8, 128), Heads(8, 1, 64), Heads(8, 2, 64))
+    for heads in (
+        *(_QWEN3, Heads(40, 8, 128), Heads(16, 8, 128), Heads(8, 1, 64), Heads(8, 2, 64)),
+        *(Heads(8, 2, 256), Heads(16, 2, 256), Heads(24, 4, 256)),
+    )
     for name, chunks in (
         ("edges", _EDGES),
         ("tails", _TAILS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -104,10 +104,12 @@ class HopperConfig:
     """Launch parameters of the kernel for Hopper."""
 
     splits: int
+    keys: int = 64
+    """Keys in a block: a page, or half of one where a page would leave room for two stages only."""
     min_blocks: int = 8
-    """As in Config; a block is a page. With fewer blocks, merging costs more than splits gain."""
+    """As in Config. With fewer blocks, merging costs more than splits gain."""
     num_stages: int = 4
-    """Ring stages, each one page of keys and values."""
+    """Ring stages, each one block of keys and values."""
 
 
 def for_hopper(
@@ -125,11 +127,14 @@ def for_hopper(
         return Refusal("tiles are too large")
     if not q.dtype == kv.dtype == jnp.bfloat16:
         return Refusal("not in bfloat16")
-    if page_size != 64 or head_dim not in (64, 128):
-        return Refusal("pages are not of 64 tokens, or heads not of 64 or 128")
-    return hopper_heuristic(
+    if page_size != 64 or head_dim not in (64, 128, 256):
+        return Refusal("pages are not of 64 tokens, or heads not of 64, 128 or 256")
+    config = hopper_heuristic(
         tokens=q.shape[0], tile_size=tile_size, kv_heads=kv_heads, target=target
     )
+    if head_dim > 128:
+        config = replace(config, keys=32, min_blocks=2 * config.min_blocks)
+    return config
 
 
 def hopper_heuristic(*, tokens: int, tile_size: int, kv_heads: int, target: Target) -> HopperConfig:

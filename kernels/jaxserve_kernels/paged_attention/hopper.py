@@ -3,9 +3,10 @@
 A program takes every n-th tile for one KV head. If there are few tiles, several programs split the
 context of a tile. A program's rows are the tile's tokens times the query heads that share the KV
 head, 64 rows for each of two warpgroups. The producer warp walks the page table and copies the keys
-and values of one page at a time into a ring in shared memory (TMA). Each warpgroup issues the
-scores of the next page before it computes the softmax of this one, and overlaps the product with
-the values too, as in FlashAttention-3 (Shah et al., 2024).
+and values of one block at a time into a ring in shared memory (TMA). A block is a page; with heads
+of 256 half a page. Each warpgroup issues the scores of the next block before it computes the
+softmax of this one, and overlaps the product with the values too, as in FlashAttention-3 (Shah et
+al., 2024).
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ takes several."""
 
 _MORE_SPLIT_TILES = 1
 """The same in steps with splits, where each tile has several programs."""
+
+_ROWS = gl.constexpr(64)
+"""Query rows of a warpgroup."""
+
+_MOST_IN_REGISTERS = gl.constexpr(128)
+"""Up to this dimension of heads, queries stay in registers. Otherwise the sums leave no room."""
 
 _LEAST = gl.constexpr(-1.0e30)
 """The peak of a row that has seen no key. It is finite, so that -inf minus the peak is -inf, not
@@ -76,21 +83,21 @@ def _visible(key, row_position, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _visit(
-    index, block, limit, q, p, acc, peak, weight, pages, ready, free, row_position,
-    scale: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
+    index, block, limit, q, p, acc, peak, weight, blocks, ready, free, row_position,
+    scale: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
     WINDOW: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Computes scores and softmax of a page, and the weighted values of the previous page. `index`
-    counts the program's pages over all its tiles; this tile's pages end before `limit`."""
+    """Computes scores and softmax of a block, and the weighted values of the previous block.
+    `index` counts the program's blocks over all its tiles; this tile's end before `limit`."""
     stage = index % STAGES
     before = (index - 1) % STAGES
-    zeros = gl.zeros([q.shape[0], PAGE], gl.float32, s_layout)
-    keys = pages.index(2 * stage).permute((1, 0))
+    zeros = gl.zeros([_ROWS, KEYS], gl.float32, s_layout)
+    keys = blocks.index(2 * stage).permute((1, 0))
     scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
-    acc_later = warpgroup_mma(p, pages.index(2 * before + 1), acc, is_async=True)
+    acc_later = warpgroup_mma(p, blocks.index(2 * before + 1), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     if MASK:
-        key = block * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
+        key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
         visible = _visible(key, row_position, WINDOW)
         scores = gl.where(visible, scores, _MASKED)
     probs, shrink, peak, weight = _softmax(scores, peak, weight, scale)
@@ -107,22 +114,21 @@ def _visit(
 
 @gluon.jit
 def _attend(
-    q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free, base,
+    q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, q_tiles, blocks, ready, free, base,
     first, length, position, kv_head, begin, end, alone, split, part_row,
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, group: gl.constexpr,
-    TOKENS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
+    TOKENS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Attention of warpgroup `part`, the tile's tokens from part * TOKENS on, over the pages
-    begin..end of the context. They are the program's pages from number `base` on."""
-    ROWS: gl.constexpr = 64
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
+    """Attention of warpgroup `part`, the tile's tokens from part * TOKENS on, over the blocks
+    begin..end of the context. They are the program's blocks from number `base` on."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
 
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, flat))
     token = part * TOKENS + row // group
     valid = (row < TOKENS * group) & (token < length)
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, flat)), 0)
@@ -130,26 +136,33 @@ def _attend(
     places = gl.expand_dims(q_row, 1) * DIM + dim
     mask = gl.expand_dims(valid, 1)
     q = gl.load(q_ptr + places, mask=mask, other=0.0)
-    q = gl.convert_layout(q, gl.DotOperandLayout(0, s_layout, 2))
+    if DIM > _MOST_IN_REGISTERS:
+        q_tile = q_tiles.index(part)
+        q_tile.store(q)
+        fence_async_shared()
+        gl.barrier()
+        q = q_tile
+    else:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, s_layout, 2))
 
     last = position + length - 1
-    full = (position + 1) // PAGE  # pages that are visible to all rows
-    row_token = part * TOKENS + gl.arange(0, ROWS, row_s) // group
+    full = (position + 1) // KEYS  # blocks that are visible to all rows
+    row_token = part * TOKENS + gl.arange(0, _ROWS, row_s) // group
     row_position = position + gl.minimum(row_token, length - 1)
-    key = begin * PAGE + gl.arange(0, PAGE, gl.SliceLayout(0, s_layout))
-    zeros = gl.zeros([ROWS, PAGE], gl.float32, s_layout)
+    key = begin * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
+    zeros = gl.zeros([_ROWS, KEYS], gl.float32, s_layout)
     limit = base + end - begin
 
     stage = base % STAGES
     mbarrier.wait(ready.index(stage), (base // STAGES) & 1)
-    keys = pages.index(2 * stage).permute((1, 0))
+    keys = blocks.index(2 * stage).permute((1, 0))
     scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     scores = gl.where(_visible(key, row_position, WINDOW), scores, _MASKED)
-    peak = gl.full([ROWS], _LEAST, gl.float32, row_s)
-    weight = gl.zeros([ROWS], gl.float32, row_s)
+    peak = gl.full([_ROWS], _LEAST, gl.float32, row_s)
+    weight = gl.zeros([_ROWS], gl.float32, row_s)
     if sinks_ptr is not None:
-        sink_row = gl.arange(0, ROWS, row_s)
+        sink_row = gl.arange(0, _ROWS, row_s)
         has_sink = (sink_row < TOKENS * group) & (split == 0)
         sink = sinks_ptr + kv_head * group + sink_row % group
         sink = gl.load(sink, mask=has_sink, other=0.0).to(gl.float32)
@@ -157,33 +170,33 @@ def _attend(
         weight = gl.where(has_sink, 1.0, weight)
     probs, _, peak, weight = _softmax(scores, peak, weight, scale)
     p = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
-    acc = gl.zeros([ROWS, DIM], gl.float32, o_layout)
+    acc = gl.zeros([_ROWS, DIM], gl.float32, o_layout)
     after = base + 1
     mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
 
     start = begin + 1
     if WINDOW:
-        start = gl.maximum(start, gl.minimum(gl.maximum(last - WINDOW, 0) // PAGE + 1, end))
+        start = gl.maximum(start, gl.minimum(gl.maximum(last - WINDOW, 0) // KEYS + 1, end))
         for block in range(begin + 1, start):  # the window cuts these for the last row
             p, acc, peak, weight = _visit(
-                base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
-                row_position, scale, PAGE, STAGES, True, WINDOW, s_layout, o_layout,
+                base + block - begin, block, limit, q, p, acc, peak, weight, blocks, ready, free,
+                row_position, scale, KEYS, STAGES, True, WINDOW, s_layout, o_layout,
             )  # fmt: skip
     for block in range(start, gl.minimum(full, end)):
         p, acc, peak, weight = _visit(
-            base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
-            row_position, scale, PAGE, STAGES, False, WINDOW, s_layout, o_layout,
+            base + block - begin, block, limit, q, p, acc, peak, weight, blocks, ready, free,
+            row_position, scale, KEYS, STAGES, False, WINDOW, s_layout, o_layout,
         )  # fmt: skip
     for block in range(gl.maximum(full, start), end):
         p, acc, peak, weight = _visit(
-            base + block - begin, block, limit, q, p, acc, peak, weight, pages, ready, free,
-            row_position, scale, PAGE, STAGES, True, WINDOW, s_layout, o_layout,
+            base + block - begin, block, limit, q, p, acc, peak, weight, blocks, ready, free,
+            row_position, scale, KEYS, STAGES, True, WINDOW, s_layout, o_layout,
         )  # fmt: skip
 
     stage = (limit - 1) % STAGES
-    values = pages.index(2 * stage + 1)
-    if end * PAGE > last + 1:  # an earlier owner may have left anything past the end, even NaN
-        value_key = (end - 1) * PAGE + gl.arange(0, PAGE, gl.SliceLayout(1, flat))
+    values = blocks.index(2 * stage + 1)
+    if end * KEYS > last + 1:  # an earlier owner may have left anything past the end, even NaN
+        value_key = (end - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, flat))
         kept = gl.where(gl.expand_dims(value_key <= last, 1), values.load(flat), 0.0)
         values.store(kept)  # both groups store the same
         fence_async_shared()
@@ -199,7 +212,7 @@ def _attend(
     elif SPLITS > 1:
         part_places = (part_row + gl.expand_dims(part * TOKENS * group + row, 1)).to(gl.int64)
         gl.store(part_ptr + part_places * DIM + dim, gl.convert_layout(acc, flat), mask=mask)
-        stat = gl.arange(0, ROWS, row_s)
+        stat = gl.arange(0, _ROWS, row_s)
         held = (stat < TOKENS * group) & (part * TOKENS + stat // group < length)
         place = part_row + part * TOKENS * group + stat
         gl.store(peak_ptr + place, peak, mask=held)
@@ -208,11 +221,11 @@ def _attend(
 
 @gluon.jit
 def _attend_tiles(
-    q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
+    q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, q_tiles, blocks, ready, free,
     first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
     part: gl.constexpr, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
-    TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr,
+    SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Runs warpgroup `part` over the program's tiles: every `step`-th one."""
@@ -225,17 +238,17 @@ def _attend_tiles(
             length_ptr,
             slot_ptr,
             position_ptr,
-            PAGE,
+            KEYS,
             SPLITS,
-            MIN_PAGES,
+            MIN_BLOCKS,
             WINDOW,
         )
         if begin < end:  # a short context has fewer splits
             _attend(
-                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
-                base, first, length, position, kv_head, begin, end, alone, split,
+                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, q_tiles, blocks, ready,
+                free, base, first, length, position, kv_head, begin, end, alone, split,
                 ((tile * kv_heads + kv_head) * SPLITS + split) * ROWS,
-                part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, PAGE, SPLITS, STAGES,
+                part, scale, q_heads, q_heads // kv_heads, TOKENS, DIM, KEYS, SPLITS, STAGES,
                 WINDOW,
             )  # fmt: skip
             base += end - begin
@@ -248,8 +261,8 @@ def _program(
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     table_stride, scale: gl.constexpr, q_heads: gl.constexpr, kv_heads: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    SPLITS: gl.constexpr, MIN_PAGES: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr,
-    WINDOW: gl.constexpr,
+    KEYS: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     split = gl.program_id(1)
@@ -257,7 +270,10 @@ def _program(
     if gl.load(length_ptr + tile) == 0:
         return
     step = gl.num_programs(2)
-    pages = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, PAGE, DIM], kv.layout)
+    blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, DIM], kv.layout)
+    q_tiles = blocks
+    if DIM > _MOST_IN_REGISTERS:
+        q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, DIM], kv.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -267,21 +283,21 @@ def _program(
     gl.warp_specialize(
         [
             (_attend_tiles, (
-                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
-                first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
-                0, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
+                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, q_tiles, blocks, ready,
+                free, first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+                0, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, KEYS, SPLITS, MIN_BLOCKS, STAGES,
                 TILES, WINDOW,
             )),
             (_attend_tiles, (
-                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, pages, ready, free,
-                first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
-                1, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, PAGE, SPLITS, MIN_PAGES, STAGES,
+                q_ptr, sinks_ptr, out_ptr, part_ptr, peak_ptr, weight_ptr, q_tiles, blocks, ready,
+                free, first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
+                1, scale, q_heads, kv_heads, TOKENS, ROWS, DIM, KEYS, SPLITS, MIN_BLOCKS, STAGES,
                 TILES, WINDOW,
             )),
             (copy_tiles, (
-                kv, first_page * (kv_heads * 2 * PAGE), table_ptr, table_stride, pages, ready,
+                kv, first_page * (kv_heads * 2 * PAGE), table_ptr, table_stride, blocks, ready,
                 free, first_ptr, length_ptr, slot_ptr, position_ptr, kv_head, tile, split, step,
-                kv_heads, DIM, PAGE, SPLITS, MIN_PAGES, STAGES, TILES, WINDOW,
+                kv_heads, DIM, PAGE, KEYS, SPLITS, MIN_BLOCKS, STAGES, TILES, WINDOW,
             )),
         ],
         [4, 1],
@@ -312,7 +328,7 @@ def launch(
     more = _MORE_TILES if config.splits == 1 else _MORE_SPLIT_TILES
     programs = min(places, q.shape[0] // tile_size + more)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (page_size, head_dim), layout)
+    kv_rows = tensor_descriptor(kv.reshape(-1, head_dim), (config.keys, head_dim), layout)
     return triton_call(
         q, kv_rows, layer * num_pages, page_table, *tiles[:4], sinks,
         kernel=_program,
@@ -325,6 +341,6 @@ def launch(
         scale=head_dim**-0.5 * LOG2_E,
         q_heads=q_heads, kv_heads=kv_heads,
         TOKENS=tile_tokens(q_heads // kv_heads) // 2, ROWS=rows, DIM=head_dim, PAGE=page_size,
-        SPLITS=config.splits, MIN_PAGES=config.min_blocks,
+        KEYS=config.keys, SPLITS=config.splits, MIN_BLOCKS=config.min_blocks,
         STAGES=config.num_stages, TILES=places, WINDOW=window or 0,
     )  # fmt: skip

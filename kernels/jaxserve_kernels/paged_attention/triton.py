@@ -305,10 +305,10 @@ def _attention(
         sinks=sinks,
         target=target,
     )
+    keys = config.keys if isinstance(config, HopperConfig) else block_keys(kv)
     return merged(
-        result, sums, tiles, config,
-        tile_size=tile_size, keys=block_keys(kv), window=window, target=target,
-    )  # fmt: skip
+        result, sums, tiles, config, tile_size=tile_size, keys=keys, window=window, target=target
+    )
 
 
 def part_types(
