@@ -46,19 +46,6 @@ class Admission(NamedTuple):
     """Tokens of the prompt, without tokens sampled before a preemption."""
 
 
-class PageCopy(NamedTuple):
-    """Overwrites page `target` with the content of page `source`.
-
-    The copy covers whole pages in all layers of the group. It does not cover the data that a KV
-    format keeps outside the pages (see `CacheConfig.own_tokens`).
-    """
-
-    source: int
-    target: int
-    group: int = 0
-    """Cache group of both pages."""
-
-
 class StateCopy(NamedTuple):
     """Copies the state of recurrent layers from slot `source` to slot `target`.
 
@@ -171,8 +158,8 @@ class Row(NamedTuple):
 class StepPlan:
     """One step.
 
-    The device first applies `copies` and `states`, each in order: a copy reads the results of the
-    copies before it. Then it applies `admissions` and `pages`, and then it computes the rows. In
+    The device first applies `states` in order: a copy reads the results of the copies before it.
+    Then it applies `admissions` and `pages`, and then it computes the rows. In
     every layer all rows write their keys and values before any row reads them. So a row may share
     pages that another row of the same plan fills.
     """
@@ -180,7 +167,6 @@ class StepPlan:
     rows: tuple[Row, ...]
     admissions: tuple[Admission, ...] = ()
     pages: tuple[PageEntry, ...] = ()
-    copies: tuple[PageCopy, ...] = ()
     states: tuple[StateCopy, ...] = ()
     verify: bool = False
     """Rows may be verify rows. No row is a chunk."""

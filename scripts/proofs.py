@@ -41,6 +41,31 @@ class Proof(NamedTuple):
     """Flags of a server that runs during the commands; None: no server."""
 
 
+def _served_loops(model: str, weights: str | None, shows: str, command: str) -> Proof:
+    """Closed loops of a large model with random weights, after another measurement."""
+    quantized = "" if weights is None else f" --quantization {weights}"
+    return Proof(
+        f"{model} over HTTP: {shows}, closed loops; {weights or 'bf16'}",
+        4,
+        (
+            f"scripts/bench_serving.py --url {{url}} {command}",
+            "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
+            " --out {out}/serving.json",
+        ),
+        server=f"--model {model}{quantized} --max-model-len 8192 {FEW_BUCKETS}",
+    )
+
+
+FIRST_TOKENS = (
+    "first tokens cold and cached",
+    "--prefix-hit 1024,4096 --out {out}/first_token.json",
+)
+TEN_CLIENTS = (
+    "ten clients with long prompts",
+    "--concurrency 10 --rounds 2 --prompt-tokens 2048 --output-tokens 1024"
+    " --out {out}/ten_clients.json",
+)
+
 PROOFS = {
     "kernels": Proof(
         "every kernel against its reference",
@@ -149,40 +174,10 @@ PROOFS = {
             ),
         ),
     ),
-    **{
-        f"hybrid-serving{suffix}": Proof(
-            f"{name} over HTTP: first tokens cold and cached, closed loops; {weights}",
-            4,
-            (
-                "scripts/bench_serving.py --url {url} --prefix-hit 1024,4096"
-                " --out {out}/first_token.json",
-                "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
-                " --out {out}/serving.json",
-            ),
-            server=f"--model {name} --quantization {weights} --max-model-len 8192 {FEW_BUCKETS}",
-        )
-        for suffix, name, weights in (
-            ("", "qwen3.5-27b", "int4"),
-            ("-35b-a3b", "qwen3.5-35b-a3b", "fp8"),
-        )
-    },
-    **{
-        f"experts-serving{suffix}": Proof(
-            f"qwen3-30b-a3b over HTTP: ten clients with long prompts, closed loops; {weights}",
-            4,
-            (
-                "scripts/bench_serving.py --url {url} --concurrency 10 --rounds 2"
-                " --prompt-tokens 2048 --output-tokens 1024 --out {out}/ten_clients.json",
-                "scripts/bench_serving.py --url {url} --concurrency 1,8,32,64 --rounds 2"
-                " --out {out}/serving.json",
-            ),
-            server=f"--model qwen3-30b-a3b{flags} --max-model-len 8192 {FEW_BUCKETS}",
-        )
-        for suffix, weights, flags in (
-            ("", "bf16", ""),
-            ("-int4", "int4", " --quantization int4"),
-        )
-    },
+    "hybrid-serving": _served_loops("qwen3.5-27b", "int4", *FIRST_TOKENS),
+    "hybrid-serving-35b-a3b": _served_loops("qwen3.5-35b-a3b", "fp8", *FIRST_TOKENS),
+    "experts-serving": _served_loops("qwen3-30b-a3b", None, *TEN_CLIENTS),
+    "experts-serving-int4": _served_loops("qwen3-30b-a3b", "int4", *TEN_CLIENTS),
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
         12,

@@ -113,7 +113,7 @@ def places(step: AttentionStep, draft: Array) -> AttentionStep:
 
 
 def joined(kv: Caches, draft: Array | None) -> tuple[Any, ...]:
-    """Returns the caches for copies of whole pages: the draft cache joins the first group."""
+    """Returns the caches for moves of whole pages: the draft cache joins the first group."""
     return kv if draft is None else (Drafted(paged(kv)[0], draft), *kv[1:])
 
 

@@ -22,7 +22,6 @@ from jaxserve.runner import (
     batch,
     draft_cache,
     kv_cache,
-    page_copies,
     page_moves,
     prompt_scores,
     sequence_state,
@@ -263,12 +262,6 @@ def programs(config: RunnerConfig, params: Any, head: HeadParams | None = None) 
     return [
         *(step(bucket) for bucket in config.all_buckets()),
         Program(name="flush", function=_flush, arguments=(state.sequences, updates), donated=(0,)),
-        *(
-            page_copies.program(layout, shape, config.dtype, group)
-            for group, (layout, shape) in enumerate(
-                zip(config.layouts, config.kv_shapes, strict=True)
-            )
-        ),
         *page_moves.programs(
             *(config.layouts, config.kv_shapes, config.dtype, config.rings),
             config.recurrent_state,

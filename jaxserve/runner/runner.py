@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from jaxserve.models import decoder
 from jaxserve.models.layer import Caches, paged
-from jaxserve.plan import PageCopy, PageMoves, Sampled, StateCopy, StepPlan
+from jaxserve.plan import PageMoves, Sampled, StateCopy, StepPlan
 from jaxserve.programs.executable_cache import Executable
 from jaxserve.programs.executables import obtain
 from jaxserve.runner import (
     batch,
     draft_cache,
-    page_copies,
     prompt_scores,
     slot_tables,
     state_copies,
@@ -123,7 +122,6 @@ class Runner:
         self._steps = {bucket: executables[step_name(bucket)] for bucket in self._buckets}
         self._flush, self._zero_state = executables["flush"], executables["state"]
         groups = range(self._config.num_groups)
-        self._page_copies = [executables[f"{page_copies.NAME}{group}"] for group in groups]
         self._state_copies = executables.get(state_copies.NAME)
         self._uploads = slot_tables.Uploads(self._config.tables, executables)
         several = self._config.verify
@@ -138,7 +136,6 @@ class Runner:
         for done, bucket in enumerate(self._buckets, start=1):
             self._warm(bucket)
             progress("warming", done / len(self._buckets))
-        self._copy_pages([PageCopy(0, 0, group) for group in groups])
         if self._mover is not None:
             self._use_pages(self._mover.warm(self._pages))
         if self._state_copies is not None:
@@ -169,8 +166,6 @@ class Runner:
           ValueError: no bucket holds the plan, or a verify row breaks a rule of `plan.Verify`.
         """
         bucket = self._bucket_for(plan)
-        if plan.copies:
-            self._copy_pages(plan.copies)
         if plan.states:
             self._copy_states(plan.states)
         updates = Updates.of(plan, self._width, self._config.num_groups)
@@ -311,17 +306,9 @@ class Runner:
             state = state._replace(kv=self._scaled(state.kv, self._kv_scales))
         return state, jax.device_put(np.zeros(self._config.results_shape, np.int32))
 
-    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Launch copies of pages. Returns before they are done."""
-        caches = list(self._pages)
-        for group, copy in enumerate(self._page_copies):
-            for packed in page_copies.pack([each for each in copies if each.group == group]):
-                caches[group] = copy(caches[group], packed)
-        self._use_pages(tuple(caches))
-
     @property
     def _pages(self) -> tuple[Any, ...]:
-        """The caches, grouped for copies and moves of whole pages."""
+        """The caches, grouped for moves of whole pages."""
         return draft_cache.joined(self._state.kv, self._state.draft_kv)
 
     def _use_pages(self, caches: tuple[Any, ...]) -> None:

@@ -4,7 +4,6 @@ changes."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import numpy as np
 import pytest
 
 from jaxserve.api import SamplingParams
-from jaxserve.plan import PageCopy
 from jaxserve.runner.runner import Runner
 from jaxserve_kernels.kv_format import AUTO
 from tests import draft_files
 from tests.draft_files import Tensors, eagle3_passes, eagle3_tensors
 from tests.runner import test_draft_equivalence as equivalence
-from tests.runner.driver import OTHER, PROMPT, Placed, plan, short, step, tokens_of
+from tests.runner.driver import PROMPT, Placed, short, step, tokens_of
 from tests.runner.test_draft_steps import (
     ENCODED,
     KINDS,
@@ -146,23 +144,6 @@ def test_behind_a_cached_prefix_the_head_knows_all_of_it(
     np.testing.assert_array_equal(cached(runner, pages), before)
     drafts = expected_drafts(random, tokens, 3, {length - 1: prefix[length]})
     assert drafts_on_device(runner, 1) == (len(tokens), drafts)
-
-
-def test_a_copied_page_is_the_heads_too(random: Served) -> None:
-    """The sources get other content in the very step that follows the copies."""
-    runner = random.runner
-    runner.reset()
-    first, length = Placed(slot=0, pages=PAGES[0]), 2 * PAGE
-    step(runner, [first.chunk(PROMPT[: length + 1])], [first])
-    copied = Placed(slot=1, pages=PAGES[1])
-    tail = (PROMPT[length], 30, 31)
-    rows, other = [copied.chunk(tail, length)], Placed(slot=2, pages=PAGES[0])
-    both = plan([*rows, other.chunk(OTHER)], [copied, other])
-    copies = tuple(PageCopy(*each) for each in zip(PAGES[0][:2], PAGES[1][:2], strict=True))
-    found = runner.collect(runner.launch(replace(both, copies=copies)))
-    tokens = [*PROMPT[:length], *tail, *tokens_of(found[:1])]
-    tokens += tokens_of(step(runner, [copied.verify(len(tokens) - 1, None, positions=4)]))
-    assert drafts_on_device(runner, 1) == (len(tokens), expected_drafts(random, tokens, 3))
 
 
 def cached(runner: Runner, pages: Sequence[int]) -> Any:

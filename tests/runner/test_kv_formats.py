@@ -10,11 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jaxserve.config import Buckets
-from jaxserve.plan import PageCopy, Sampled
 from jaxserve.runner.runner import Runner
 from jaxserve_kernels.kv_format import AUTO, KVFormat, named
 from jaxserve_kernels.kv_format.kvarn import KVarN
-from tests.runner.driver import OTHER, PROMPT, Placed, assert_same, plan, step
 from tests.runner.test_equivalence import CONFIG, Solo, Workload, play, workloads
 from tests.scheduler.loop import Loop
 from tests.tiny_model import COMPILES, make_runner
@@ -102,43 +100,6 @@ def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None
     found = play_workloads(served, examples=25)
     assert found.preemptions and found.hit_tokens
     assert found.different <= MOST_DIFFERENT * found.requests, found
-
-
-def behind_a_hit(
-    runner: Runner, seq: Placed, own: int, *, copies: tuple[PageCopy, ...] = ()
-) -> list[Sampled | None]:
-    """Results of a sequence whose first two pages hold PROMPT already, which computes its `own`
-    first tokens again. With copies, somebody overwrites pages 1 and 2 in the step that copies."""
-    other = Placed(slot=2, pages=(1, 2, 3))
-    results: list[Sampled | None] = []
-    if own:
-        step(runner, [seq.chunk(PROMPT[:own], samples=False)], [seq])
-    hit = plan([seq.chunk(PROMPT[8:], 8)], [seq])
-    if copies:
-        taken = plan([*hit.rows, other.chunk(OTHER)], [seq, other])
-        hit = replace(taken, copies=copies)
-    results.append(runner.collect(runner.launch(hit))[0])
-    for start in range(len(PROMPT), len(PROMPT) + 6):
-        results += step(runner, [seq.decode(start)])
-    return results
-
-
-@with_formats([AUTO, *FORMATS], FEW_BUCKETS)
-def test_a_copied_page_gives_what_its_source_gives(served: Served) -> None:
-    """The sources get other content in the very step that follows the copies."""
-    runner, own = served.runner, served.kv_format.own_tokens
-    runner.reset()
-    first = Placed(slot=0, pages=(1, 2, 3))
-    step(runner, [first.chunk(PROMPT)], [first])
-    shared = behind_a_hit(runner, Placed(slot=1, pages=(1, 2, 5, 6, 7)), own)
-    if own:  # the sequence has computed its first page into its own
-        step(runner, [first.chunk(PROMPT)], [first])
-    copied = Placed(slot=3, pages=(8, 9, 10, 11, 12))
-    copies = (PageCopy(1, 8), PageCopy(2, 4), PageCopy(4, 9))
-    for got, expected in zip(behind_a_hit(runner, copied, own, copies=copies), shared, strict=True):
-        assert_same(got, expected)
-    uncopied = behind_a_hit(runner, copied, own, copies=(PageCopy(3, 9),))
-    assert uncopied[0] != shared[0], "what a page holds matters"
 
 
 @pytest.mark.slow

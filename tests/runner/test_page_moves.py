@@ -17,7 +17,7 @@ from jaxserve.runner import page_moves
 from jaxserve.runner.page_moves import PageMover, Rings
 from jaxserve_kernels.kv_format import PageLayout
 from jaxserve_kernels.target import Target
-from tests.runner.test_page_copies import LAYOUTS, PAGES, SHAPE, every_layout, numbered
+from tests.runner.page_layouts import AXES, LAYOUTS, PAGES, SHAPE, every_layout, numbered
 
 RINGS = Rings(store=40, load=36)
 
@@ -26,6 +26,11 @@ def pages_of(kv: Any, layout: PageLayout) -> list[np.ndarray]:
     """The arrays that have pages, with their axis first."""
     leaves = zip(jax.tree.leaves(kv), layout.page_axes, strict=True)
     return [np.moveaxis(np.asarray(leaf), axis, 0) for leaf, axis in leaves if axis is not None]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_axis_of_pages_is_found(name: str) -> None:
+    assert LAYOUTS[name].page_axes == AXES[name]
 
 
 def mover_of(layout: PageLayout, groups: int = 1) -> PageMover:

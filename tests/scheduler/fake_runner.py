@@ -161,8 +161,6 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> Pending:
         self._check_limits(plan)
-        for source, target, group in plan.copies:
-            self.kv[group][target] = list(self.kv[group][source])
         for source, target in plan.states:
             self.states[target] = list(self.states[source])
         for admission in plan.admissions:

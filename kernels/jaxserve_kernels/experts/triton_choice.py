@@ -35,7 +35,7 @@ def _choices(
     bits = scores.to(gl.int32, bitcast=True)
     keys = gl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), _REMOVED)
     largest = _score(gl.max(keys, axis=0))
-    total = largest * 0.0 if NORMALIZE else largest * 0.0 + 1.0
+    total = 0.0 if NORMALIZE else 1.0
     if not NORMALIZE and not SIGMOID:
         total = gl.sum(gl.where(there, gl.exp(scores - largest), 0.0), axis=0)
     found = ()
@@ -86,7 +86,7 @@ def chosen(
     chosen_weights = ()
     for token in gl.static_range(tokens):
         choice = pair * 0 - 1
-        weight = totals[token] * 0.0
+        weight = 0.0
         for index in gl.static_range(K):
             own = found[token * K + index] == expert
             choice = gl.where(own, index, choice)
@@ -104,10 +104,9 @@ def chosen(
 
 @gluon.jit
 def of_columns(values, tokens: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
-    """Values of tokens, as those of a product's columns. Columns after the last token have the
-    first token's."""
+    """Values of tokens, as those of a product's columns; 0 after the last token's."""
     column = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    every = gl.where(column >= 0, values[0], values[0])
-    for token in gl.static_range(1, tokens):
+    every = column * 0
+    for token in gl.static_range(tokens):
         every = gl.where(column == token, values[token], every)
     return every

@@ -1,4 +1,4 @@
-"""Layouts of paged caches: bytes of a page, and the axes that copies and moves of pages use."""
+"""Layouts of paged caches: bytes of a page, and the axes that moves of pages use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.kv_format.base import CacheShape, zeros
@@ -59,15 +59,6 @@ class PageLayout(ABC):
             layers=1, pages=pages, kv_heads=1, page_size=self.page_size or 4, head_dim=8, slots=2
         )
 
-    def copy_page(self, kv: Any, source: Array, target: Array) -> Any:
-        """The cache after copying page `source` to page `target`; int32 [] each."""
-        leaves, structure = jax.tree.flatten(kv)
-        copied = [
-            leaf if axis is None else _copied(leaf, axis, source, target)
-            for leaf, axis in zip(leaves, self.page_axes, strict=True)
-        ]
-        return jax.tree.unflatten(structure, copied)
-
     def page_shapes(self, shape: CacheShape, dtype: DTypeLike) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of one page in each of the `page_arrays`, with the axis of pages first, of length
         1."""
@@ -101,10 +92,3 @@ def _grown(before: Sequence[int], after: Sequence[int]) -> int | None:
     grown = [axis for axis, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     assert len(grown) <= 1, f"shapes {before} and {after} of one page and two"
     return grown[0] if grown else None
-
-
-def _copied(leaf: Array, axis: int, source: Array, target: Array) -> Array:
-    page = lax.dynamic_slice_in_dim(leaf, source, 1, axis)
-    # Without the barrier XLA would fuse this with the update, and copy the whole cache first.
-    page = lax.optimization_barrier(page)
-    return lax.dynamic_update_slice_in_dim(leaf, page, target, axis)

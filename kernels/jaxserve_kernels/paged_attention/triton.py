@@ -7,10 +7,7 @@ and a second kernel merges their results by their softmax weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
@@ -23,11 +20,9 @@ from jaxserve_kernels.paged_attention.config import (
     HopperConfig,
 )
 from jaxserve_kernels.paged_attention.reference import QueryTiles
+from jaxserve_kernels.paged_attention.triton_merge import first_block, merged, part_types
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_MERGED = 32
-"""Rows of parts that a program of `_merge_many` holds."""
 
 
 @triton.jit
@@ -83,12 +78,6 @@ def with_sinks(peak, weight, sinks_ptr, head, there):
         peak = tl.where(there, sink * 1.4426950408889634, peak)
         weight = tl.where(there, 1.0, weight)
     return peak, weight
-
-
-@triton.jit
-def first_block(position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first block of KEYS keys that the query at `position` sees; WINDOW: 0 for none."""
-    return tl.maximum(position - WINDOW + 1, 0) // KEYS if WINDOW else 0
 
 
 @triton.jit
@@ -165,81 +154,6 @@ def _attend(
             tl.store(weight_ptr + part, weight, mask=valid)
 
 
-@triton.jit
-def _merge(
-    part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Merges the splits of one query and head, if there are several. Tiles have one token.
-
-    All parts are read at once, so that the program waits for memory only once.
-    """
-    tile = tl.program_id(0)
-    q_head = tl.program_id(1)
-    group: tl.constexpr = q_heads // kv_heads
-    length = tl.minimum(tl.load(length_ptr + tile), tile_size)
-    position = tl.load(position_ptr + tile)
-    blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
-    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    if (per_split < blocks) & (length > 0):
-        split = tl.arange(0, WIDTH)
-        dim = tl.arange(0, DIM)
-        there = split * per_split < blocks
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += q_head % group
-        peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
-        shares = tl.exp2(peaks - tl.max(peaks, axis=0))
-        weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
-        acc = part_ptr + part[:, None] * DIM + dim[None, :]
-        acc = tl.load(acc, mask=there[:, None], other=0.0)
-        out = tl.sum(acc * shares[:, None], axis=0) / weight
-        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
-        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _merge_many(
-    part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
-    q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
-    TILES: tl.constexpr, WINDOW: tl.constexpr = 0,
-):  # fmt: skip
-    """`_merge` for TAKEN rows of a KV head, in every n-th tile."""
-    kv_head = tl.program_id(1)
-    begin = tl.program_id(2) * TAKEN
-    group: tl.constexpr = q_heads // kv_heads
-    for tile in tl.range(tl.program_id(0), TILES, tl.num_programs(0), num_stages=1):
-        length = tl.minimum(tl.load(length_ptr + tile), tile_size)
-        position = tl.load(position_ptr + tile)
-        blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
-        per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
-        if (per_split < blocks) & (begin < length * group):
-            split = tl.arange(0, WIDTH)
-            row = tl.minimum(begin + tl.arange(0, TAKEN), length * group - 1)  # repeat the last
-            dim = tl.arange(0, DIM)
-            there = (split * per_split < blocks)[:, None]
-            part = ((tile * kv_heads + kv_head) * SPLITS + split).to(tl.int64) * ROWS
-            part = part[:, None] + row[None, :]
-            peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
-            weights = tl.load(weight_ptr + part, mask=there, other=0.0)
-            acc = part_ptr + part[:, :, None] * DIM + dim[None, None, :]
-            acc = tl.load(acc, mask=there[:, :, None], other=0.0)
-            shares = tl.exp2(peaks - tl.max(peaks, axis=0)[None, :])
-            weight = tl.sum(weights * shares, axis=0)
-            out = tl.sum(acc * shares[:, :, None], axis=0) / weight[:, None]
-            q_row = (tl.load(first_ptr + tile).to(tl.int64) + row // group) * q_heads
-            q_row += kv_head * group + row % group
-            target = out_ptr + q_row[:, None] * DIM + dim[None, :]
-            tl.store(target, out.to(out_ptr.dtype.element_ty))
-
-
 def paged_attention(
     q: Array,
     kv: Array,
@@ -309,67 +223,6 @@ def _attention(
     return merged(
         result, sums, tiles, config, tile_size=tile_size, keys=keys, window=window, target=target
     )
-
-
-def part_types(
-    tiles: int, kv_heads: int, splits: int, rows: int, head_dim: int
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Types of the arrays between splits and `merged`: sums, peaks and weights. With one split they
-    are dummies."""
-    parts = (tiles, kv_heads, splits, rows) if splits > 1 else ()
-    statistics = jax.ShapeDtypeStruct(parts or (1,), jnp.float32)
-    return jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32), statistics, statistics
-
-
-def merged(
-    found: Array,
-    parts: Sequence[Array],
-    tiles: QueryTiles,
-    config: Config | HopperConfig,
-    *,
-    tile_size: int,
-    keys: int,
-    window: int | None,
-    target: Target,
-) -> Array:
-    """Stores the merged rows in `found` [tokens, q_heads, head_dim]: those whose context several
-    splits share.
-
-    Args:
-      parts: the splits' sums, peaks and weights: see `part_types`.
-      keys: keys per block.
-    """
-    if config.splits == 1:
-        return found
-    num_tiles, kv_heads, splits, rows, head_dim = parts[0].shape
-    q_heads = found.shape[1]
-    out = jax.new_ref(found)
-    constants: dict[str, int] = {
-        "q_heads": q_heads, "kv_heads": kv_heads, "tile_size": tile_size, "ROWS": rows,
-        "DIM": head_dim, "KEYS": keys, "SPLITS": splits,
-        "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(splits),
-        "WINDOW": window or 0,
-    }  # fmt: skip
-    kernel, grid, num_warps = _merge, (num_tiles, q_heads), 4
-    if tile_size > 1:
-        taken = constants["TAKEN"] = max(1, min(rows, _MERGED // constants["WIDTH"]))
-        constants["TILES"] = num_tiles
-        kernel = _merge_many
-        # A step has room for far more tiles than its tokens fill, and idle programs cost time.
-        filled = min(num_tiles, triton.cdiv(found.shape[0], tile_size) + 1)
-        grid = (filled, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
-        num_warps = 1  # several would exchange their sums through shared memory: 11 µs for 3.5
-    triton_call(
-        *parts, tiles.first, tiles.length, tiles.position, out,
-        kernel=kernel,
-        name="paged_attention_merge",
-        target=target,
-        out_type=(),
-        grid=grid,
-        num_warps=num_warps,
-        **constants,
-    )  # fmt: skip
-    return jax.freeze(out)
 
 
 def block_keys(kv: Array) -> int:

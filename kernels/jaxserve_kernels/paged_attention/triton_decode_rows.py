@@ -18,7 +18,8 @@ from jax import Array
 
 from jaxserve_kernels.paged_attention.config import LOG2_E
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import first_block, visit, with_sinks
+from jaxserve_kernels.paged_attention.triton import visit, with_sinks
+from jaxserve_kernels.paged_attention.triton_merge import first_block
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 

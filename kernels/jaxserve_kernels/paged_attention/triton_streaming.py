@@ -22,8 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import merged, part_types
 from jaxserve_kernels.paged_attention.triton_heads import head_constants, normed_and_rotated
+from jaxserve_kernels.paged_attention.triton_merge import merged, part_types
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, pages_of_split
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call

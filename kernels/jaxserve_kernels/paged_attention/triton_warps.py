@@ -20,8 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config, limits_of
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton import merged, part_types
 from jaxserve_kernels.paged_attention.triton_heads import token_heads
+from jaxserve_kernels.paged_attention.triton_merge import merged, part_types
 from jaxserve_kernels.paged_attention.triton_visits import (
     BF16,
     FP8,

@@ -161,8 +161,8 @@ def streaming(call: Call) -> Config:
         parts = -(-math.floor(limits.programs_of_16_tokens * multiprocessors) // rows)
     else:
         parts = limits.streaming_programs * multiprocessors // rows
-    if tokens <= 8 and parts * rows < 2 * multiprocessors and not call.gated:
-        parts += 1
+    if tokens <= 8 and parts * rows < 2 * multiprocessors:
+        parts += 1  # fewer than two programs on a multiprocessor would wait for the memory
     parts = 1 if call.gated else min(limits.most_splits, max(1, parts), tiles)
     resident = limits.streaming_programs
     if tokens <= 16:

@@ -18,7 +18,8 @@ from jaxserve_kernels.kv_format.eight_bit.reference import EightBitKV
 from jaxserve_kernels.kv_format.eight_bit.triton_numbers import halves, numbers
 from jaxserve_kernels.paged_attention import QueryTiles, triton_decode_rows
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
-from jaxserve_kernels.paged_attention.triton import first_block, merged, part_types, with_sinks
+from jaxserve_kernels.paged_attention.triton import with_sinks
+from jaxserve_kernels.paged_attention.triton_merge import first_block, merged, part_types
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
