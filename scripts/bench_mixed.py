@@ -143,9 +143,10 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
     if args.profile:
-        for work in works(args.buckets, args.decodes):
-            what = f"{work.chunk} tokens from {work.start} on, {work.decodes} decodes"
-            bench_step.profile_plans(runner, [plan_of(config, work)] * 12, what)
+        with bench_step.turn(args.turns):
+            for work in works(args.buckets, args.decodes):
+                what = f"{work.chunk} tokens from {work.start} on, {work.decodes} decodes"
+                bench_step.profile_plans(runner, [plan_of(config, work)] * 12, what)
 
 
 def parse_args() -> argparse.Namespace:

@@ -41,11 +41,17 @@ class Proof(NamedTuple):
     """Flags of a server that runs during the commands; None: no server."""
 
 
-def _served_loops(model: str, weights: str | None, shows: str, command: str) -> Proof:
-    """Closed loops of a large model with random weights, after another measurement."""
+def _served_loops(
+    model: str, weights: str | None, shows: str, command: str, *, published: str = "bf16"
+) -> Proof:
+    """Closed loops of a large model with random weights, after another measurement.
+
+    Args:
+      weights: value of --quantization; None: weights are in the `published` format.
+    """
     quantized = "" if weights is None else f" --quantization {weights}"
     return Proof(
-        f"{model} over HTTP: {shows}, closed loops; {weights or 'bf16'}",
+        f"{model} over HTTP: {shows}, closed loops; {weights or published}",
         4,
         (
             f"scripts/bench_serving.py --url {{url}} {command}",
@@ -178,6 +184,9 @@ PROOFS = {
     "hybrid-serving-35b-a3b": _served_loops("qwen3.5-35b-a3b", "fp8", *FIRST_TOKENS),
     "experts-serving": _served_loops("qwen3-30b-a3b", None, *TEN_CLIENTS),
     "experts-serving-int4": _served_loops("qwen3-30b-a3b", "int4", *TEN_CLIENTS),
+    "experts-serving-gpt-oss": _served_loops(
+        "gpt-oss-20b", None, *TEN_CLIENTS, published="MXFP4 experts, the rest bf16"
+    ),
     "quantized-steps": Proof(
         "decode steps with quantised weights, none slower than bfloat16's (but for noise)",
         12,

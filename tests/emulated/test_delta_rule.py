@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
-from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig, triton
+from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig, hopper_blocks, triton
 from tests.emulator.targets import HOPPER, PDL
 from tests.kernels.recurrent_cases import (
     SLOTS,
@@ -45,6 +46,15 @@ def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
     assert blocked is not None and blocked.tolist() == [16, 32, 0, 0]
     bounds = Bounds(2e-6, 1e-6) if dtype == "float32" else Bounds(4e-3, 2e-5)
     check_rule(mix, CONFIG, dtype, at_once, HOPPER, bounds)
+
+
+def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own() -> None:
+    """Hopper's kernel, with the models' heads: a row that goes on, and one of two blocks."""
+    heads = Heads(key_heads=1, value_heads=2, key_dim=128, value_dim=128)
+    config = RuleConfig(heads=heads, block=64, eps=1e-6)
+    assert hopper_blocks.fits(heads, config.block, jnp.bfloat16)
+    mix = Mix([Part(1, 64, 64), Part(2, 0, 130), Part(0, 7, 1)], 256, (4, 128, 130, 0, 0))
+    check_rule(mix, config, "bfloat16", at_once, HOPPER, Bounds(4e-3, 2e-5))
 
 
 def test_a_step_of_fewer_tokens_than_a_block() -> None:

@@ -143,7 +143,7 @@ def test_codes_are_asked_for_before_they_are_needed(name: str, rows: int) -> Non
         assert relative_error(found, expected(*args)) < 4e-3
 
 
-CODES = [name for name in QUANTIZE if name.startswith(("int4", "mxfp4"))]
+CODES = [name for name in QUANTIZE if name.startswith(("int4", "mxfp4", "fp8"))]
 
 
 @pytest.mark.parametrize("name", CODES)

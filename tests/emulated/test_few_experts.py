@@ -84,6 +84,24 @@ def test_a_shared_expert_is_one_choice_more(name: str, tokens: int) -> None:
     assert error((x, scores, ROUTING, w), K + 1, shared=shared_of(w)) < 6e-3
 
 
+@pytest.mark.parametrize(("name", "tokens", "parts"), [
+    ("fp8", 5, 1), ("int4", 20, 3), ("mxfp4", 3, 1),
+])  # fmt: skip
+def test_a_shared_expert_of_more_tokens_streams_with_the_others(
+    name: str, tokens: int, parts: int
+) -> None:
+    x, *_, w = made(tokens, QUANTIZE[name])
+    scores = jnp.concatenate([scores_of(seed, EXPERTS + 1, tokens) for seed in range(parts)])
+    seen, target = observed()
+    args = x, scores, ROUTING, w
+    found = routed_experts(*args, shared=shared_of(w), target=target)
+    assert [each.implementation.name for each in seen] == ["streaming", "triton"]
+    assert found.shape == (K + 1, *x.shape) and found.dtype == jnp.float32
+    expected = routed_experts(*args, shared=shared_of(w), target=REFERENCE)
+    wanted = np.asarray(expected, np.float32).sum(0)
+    assert relative_error(np.asarray(found).sum(0), wanted) < 6e-3
+
+
 @pytest.mark.parametrize("routing", [
     Routing(num_experts=48, top_k=5),
     Routing(num_experts=48, top_k=5, normalize=False),
@@ -140,7 +158,7 @@ def test_else_they_are_operations_apart(
     seen, target = observed(target)
     routed_experts(*args, **options, target=target)
     assert [each.operation for each in seen] == ["routed_experts", "route", "experts"]
-    assert seen[0].refused == (("triton", reason),)
+    assert seen[0].refused == (("streaming", "no shared expert"), ("triton", reason))
 
 
 @pytest.mark.parametrize(("change", "reason"), [

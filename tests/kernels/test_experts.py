@@ -179,11 +179,23 @@ def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_shared_expert_streams_with_the_others(name: str, tokens: int) -> None:
+    routed_experts_equal_the_definition(name, tokens, shared=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("shared", [False, True])
 def test_few_tokens_in_a_chain(name: str, tokens: int, shared: bool) -> None:
     """With and without an expert that all have."""
+    routed_experts_equal_the_definition(name, tokens, shared=shared)
+
+
+def routed_experts_equal_the_definition(name: str, tokens: int, *, shared: bool) -> None:
+    """In a chain, by kernels that give a part for each choice, and one for a shared expert."""
     x, _, _, w = made(tokens, (16, 4, 384, 256), FORMATS[name], dtype=jnp.bfloat16)
     scores = jax.random.normal(jax.random.key(1), (1, tokens, 17))
     one = [jax.tree.map(lambda leaf: leaf[0], each) for each in w[:2]]

@@ -13,12 +13,15 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.cli.options import parse_args
 from jaxserve.config import ConfigError
 from jaxserve.layer_spec import ExpertsSpec
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
 from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.quantization import Quantization
+from jaxserve.weights.loading import plan_weights, weight_loader
+from jaxserve.weights.model_source import find_model
 from jaxserve_checkpoints.convert import convert
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import as_stored, encoded_abstract, load_leaves, load_params
@@ -26,7 +29,7 @@ from jaxserve_checkpoints.native import open_native
 from jaxserve_checkpoints.quantized import QuantizedCheckpoint, detect
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
 from jaxserve_checkpoints.stream_sources import assembled_sources, direct_sources
-from jaxserve_kernels.weights import Mxfp4Weight
+from jaxserve_kernels.weights import Fp8Weight, Int4Weight, Mxfp4Weight
 from scripts import random_checkpoint
 from tests.tiny_model import tiny_spec
 
@@ -291,6 +294,34 @@ def test_random_weights_of_gpt_oss_are_as_published(tmp_path: Path) -> None:
     assert jax.tree.map(kind, made) == jax.tree.map(kind, read)
     floats = [leaf for leaf in jax.tree.leaves(read) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in floats)
+
+
+@pytest.mark.parametrize(
+    ("flags", "experts", "matrices"),
+    [
+        ((), Mxfp4Weight, jax.Array),
+        (("--quantization", "int4"), Int4Weight, Int4Weight),
+        (("--quantization", "fp8"), Fp8Weight, Fp8Weight),
+    ],
+)
+def test_a_start_without_files_has_experts_as_published_unless_a_flag_quantises(
+    flags: tuple[str, ...],
+    experts: type[Any],
+    matrices: type[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = json.loads((GPT_OSS / "config.json").read_text())
+    config |= {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    monkeypatch.setitem(registry.NAMED_MODELS, "small", registry.spec_of(config))
+    monkeypatch.setitem(registry.PUBLISHED_EXPERTS, "small", "mxfp4")
+    options = parse_args(["--model", "small", "--load-format", "dummy", *flags])
+    plan = plan_weights(options, find_model(options), jnp.bfloat16, tmp_path, stacked=True)
+    params = weight_loader(plan, {})(lambda done, total: None)
+    for layer in decoder.layer_views(params.layers):
+        assert layer.experts is not None
+        assert {type(weight) for weight in layer.experts} == {experts}
+        assert isinstance(layer.qkv, matrices) and isinstance(layer.out, matrices)
 
 
 def test_scales_of_experts_that_are_missing_are_named(tmp_path: Path) -> None:

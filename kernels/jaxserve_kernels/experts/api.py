@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax import Array
 
 from jaxserve_kernels.experts import reference
@@ -79,14 +80,21 @@ def _kernels(config: Config, *args: Any, activation: ExpertActivation, target: T
     return triton.experts(*args, activation=activation, config=config, target=target)
 
 
-def _configure_streaming(
-    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
+def configure_streaming(
+    x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
 ) -> Config | Refusal:
+    """See `config.choose_streaming`."""
     if not target.uses_triton():
         return NO_KERNELS
     if not target.runs_hopper_kernels():
         return NOT_HOPPER
     return choose_streaming(x, ids, w, target=target)
+
+
+def _configure_streaming(
+    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
+) -> Config | Refusal:
+    return configure_streaming(x, ids, w, target=target)
 
 
 def _streaming(config: Config, *args: Any, activation: ExpertActivation, target: Target) -> Array:

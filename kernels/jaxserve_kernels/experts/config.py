@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -21,6 +22,7 @@ class Limits(NamedTuple):
     most_parts_tokens: int
     hopper_tokens: int
     few_tokens: int
+    few_scores: int
     few_resident: int
 
 
@@ -132,7 +134,9 @@ def _launch(
     return replace(launch, num_stages=_stages(launch, most, weight, target))
 
 
-def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
+def choose_streaming(
+    x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
+) -> Config | Refusal:
     """Returns the configuration of `triton_streaming`, or why it cannot take x [tokens, embed] and
     ids [tokens, k]. In the down product, a program has its first codes in flight before it waits,
     so that none is prefetched."""
@@ -147,7 +151,7 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
         weight = getattr(w, name)
         found = stacked(weight)
         if found is None or found.operand is None or found.operand.kind not in STREAMED:
-            return Refusal("not int4 or MXFP4")
+            return Refusal("not int4, MXFP4 or fp8")
         refusal = unlike(weight.shape[1], weight.shape[2], inputs, found)
         if refusal is not None:
             return refusal
@@ -164,28 +168,40 @@ def choose_streaming(x: Array, ids: Array, w: ExpertWeights, *, target: Target) 
             continue
         tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
         ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
-        integers = found.operand.kind is Kind.INT4
-        depth = 128 if tokens > 16 or (integers and tokens == 8) else 256
+        short = found.operand.kind is Kind.FP8 or tokens > 16
+        depth = 128 if short or (found.operand.kind is Kind.INT4 and tokens == 8) else 256
         launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
-        launches[name] = replace(launch, num_stages=_streaming_stages(launch, found, target))
+        programs = _resident(launch, found, each=ids.size / weight.shape[0])
+        stages = _streaming_stages(launch, found, programs, target)
+        steps = -(-weight.shape[2] // depth)
+        launches[name] = replace(launch, num_stages=min(stages, steps + 1))
     return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)
 
 
 STREAMING = "streaming_"
 """Begins the names of products of `triton_streaming` in tables of launches."""
 
-STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48}
+STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48, Kind.FP8: 8}
 """Formats of `triton_streaming`, and their most tokens for each expert. With more, the sums of
 4-bit integers are scaled in as many instructions as in `triton`."""
+
 _RESERVED = 1024
 """Bytes of shared memory that the system reserves for each program."""
 
 
-def _streaming_stages(launch: Launch, weight: Stacked, target: Target) -> int:
+def _resident(launch: Launch, weight: Stacked, *, each: float) -> int:
+    """Returns how many programs a multiprocessor should have room for. each: mean tokens per
+    expert."""
+    if launch.tokens > 16:
+        return 2  # it has registers for no more
+    fp8 = weight.operand is not None and weight.operand.kind is Kind.FP8
+    return 4 if fp8 and each <= 0.5 else 3  # with so few tokens four leave fewer turns
+
+
+def _streaming_stages(launch: Launch, weight: Stacked, programs: int, target: Target) -> int:
     assert weight.operand is not None
     row_bytes = weight.operand.row_bytes  # of 128 inputs, with scales
     stage = launch.depth // 128 * (launch.rows * row_bytes + 256 * launch.tokens)
-    programs = 3 if launch.tokens <= 16 else 2  # for which a multiprocessor has registers
     ring = target.gpu.shared_memory // programs - _RESERVED
     return max(2, min(4, ring // stage))
 
@@ -212,7 +228,7 @@ def _unpacks_slowly(weight: Stacked, ids: Array, target: Target) -> bool:
     return four_bits and ids.shape[0] > _LAUNCH_BOUND and target.runs_hopper_kernels()
 
 
-def _ahead(name: str, experts: int, ids: Array, weight: Stacked) -> int:
+def _ahead(name: str, experts: int, ids: Array | jax.ShapeDtypeStruct, weight: Stacked) -> int:
     """Gate and up prefetch only if most experts have tokens: 86 % do with two pairs per expert."""
     if weight.operand is None or ids.shape[0] <= _LAUNCH_BOUND:
         return 0

@@ -36,8 +36,6 @@ def refuses(
         return refusal
     if scores.shape[0] > 1:
         return Refusal("scores in parts")
-    if shared is not None and w.gate_up_bias is not None:
-        return Refusal("a shared expert beside experts with biases")
     for name, inputs in (("gate_up", x.shape[1]), ("down", w.width)):
         weight: Any = getattr(w, name)
         found = stacked(weight)
@@ -47,8 +45,16 @@ def refuses(
         refusal = unlike(rows, depth, inputs, found)
         if refusal is not None:
             return refusal
-        if shared is not None and not _alike(weight, getattr(shared, name)):
-            return Refusal("a shared expert unlike the others")
+    return None if shared is None else unlike_the_others(w, shared)
+
+
+def unlike_the_others(w: ExpertWeights, shared: ExpertWeights) -> Refusal | None:
+    """Returns why kernels cannot treat a shared expert like one of the experts; None if they
+    can."""
+    if w.gate_up_bias is not None:
+        return Refusal("a shared expert beside experts with biases")
+    if not (_alike(w.gate_up, shared.gate_up) and _alike(w.down, shared.down)):
+        return Refusal("a shared expert unlike the others")
     return None
 
 

@@ -1,7 +1,8 @@
 """A layer's router and its experts together: picks the implementations.
 
 For few tokens, with programmatic dependent launch (PDL), three kernels compute everything:
-`norm_and_score` is one, `routed_experts` the other two. Otherwise both functions call the separate
+`norm_and_score` is one, `routed_experts` the other two. With a few more tokens or many experts, the
+kernels of the experts may include the shared expert. Otherwise both functions call the separate
 operations `add_rms_norm`, `linear`, `route` and `experts`.
 """
 
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts.api import experts, route
-from jaxserve_kernels.experts.few_config import refuses, scoring_refuses
+from jaxserve_kernels.experts.api import configure_streaming, experts, route
+from jaxserve_kernels.experts.config import Config, limits_of
+from jaxserve_kernels.experts.few_config import refuses, scoring_refuses, unlike_the_others
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.matmul import as_read, gated_linear, linear
-from jaxserve_kernels.op import Implementation, Op, anything
+from jaxserve_kernels.op import Implementation, Op, Refusal, anything
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain
 from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
@@ -124,6 +127,45 @@ def _few(_: None, *args: Any, **options: Any) -> Array:
     return triton_few.experts(*args, **options)
 
 
+def _configure_streaming(
+    x: Array,
+    _scores: Array,
+    w: ExpertWeights,
+    _bias: Array | None,
+    shared: ExpertWeights | None,
+    *,
+    routing: Routing,
+    target: Target,
+    **_: Any,
+) -> Config | Refusal:
+    if shared is None:
+        return Refusal("no shared expert")
+    tokens, limits = x.shape[0], limits_of(target)
+    if tokens <= limits.few_tokens and tokens * routing.num_experts <= limits.few_scores:
+        return Refusal("few tokens with few scores")
+    ids = jax.ShapeDtypeStruct((x.shape[0], routing.top_k), jnp.int32)
+    config = configure_streaming(x, ids, w, target=target)
+    return config if isinstance(config, Refusal) else unlike_the_others(w, shared) or config
+
+
+def _streaming(
+    config: Config,
+    x: Array,
+    scores: Array,
+    w: ExpertWeights,
+    bias: Array | None,
+    shared: ExpertWeights,
+    *,
+    routing: Routing,
+    activation: ExpertActivation,
+    target: Target,
+) -> Array:
+    from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
+
+    own = x, *route(scores, routing, bias, target=target), w, activation, config
+    return triton_streaming.experts(*own, shared=shared, scores=scores, target=target)
+
+
 def _apart(
     _: None,
     x: Array,
@@ -160,6 +202,7 @@ _SCORE = Op(
 _EXPERTS = Op(
     name="routed_experts",
     implementations=(
+        Implementation(name="streaming", configure=_configure_streaming, run=_streaming),
         Implementation(name="triton", configure=_configure_experts, run=_few),
         Implementation(name="apart", configure=anything, run=_apart, kernels=False),
     ),

@@ -59,7 +59,7 @@ def _store(values, out_ptr, place, there, n: gl.constexpr):
 
 
 @gluon.jit
-def _expert_at(ptr, shared_ptr, expert, shared, size: gl.constexpr, SHARED: gl.constexpr):
+def expert_at(ptr, shared_ptr, expert, shared, size: gl.constexpr, SHARED: gl.constexpr):
     """The expert's part of a stack, or the shared expert's array."""
     place = ptr + expert.to(gl.int64) * size
     if SHARED:
@@ -78,7 +78,7 @@ def _sums(
     DEPTH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """An expert's weight rows times the tokens at x_ptr."""
-    packed = _expert_at(packed_ptr, shared_packed_ptr, expert, shared, packed_size, SHARED)
+    packed = expert_at(packed_ptr, shared_packed_ptr, expert, shared, packed_size, SHARED)
     program = gl.program_id(0)
     if KIND == _PLAIN:
         copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DEPTH, DEPTH // 8], [4, 1], [1, 0])
@@ -89,8 +89,8 @@ def _sums(
             copy, mma,
         )  # fmt: skip
     else:
-        scale = _expert_at(scale_ptr, shared_scale_ptr, expert, shared, scale_size, SHARED)
-        second = _expert_at(second_ptr, shared_second_ptr, expert, shared, second_size, SHARED)
+        scale = expert_at(scale_ptr, shared_scale_ptr, expert, shared, scale_size, SHARED)
+        second = expert_at(second_ptr, shared_second_ptr, expert, shared, second_size, SHARED)
         acc = accumulate(
             x_ptr, packed, scale, second, program, 0, tokens, n, k, columns, GATED, KIND, GROUP,
             ZERO, TOKENS, ROWS, k // 128, K_TILES, STAGES, True, EARLY,
@@ -228,7 +228,7 @@ def experts(
     launch = functools.partial(_launch, pairs, columns, target=target)
     every = shared or w
     hidden = triton_call(
-        x, *_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *router,
+        x, *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *router,
         kernel=_gate_up,
         name=f"few_gate_up{_suffix(w.gate_up)}",
         target=target,
@@ -237,7 +237,7 @@ def experts(
         **constants, **launch(w.gate_up, w.gate_up_bias, embed, w.width),
     )  # fmt: skip
     return triton_call(
-        hidden, *_arrays(w.down, every.down, w.down_bias), *router,
+        hidden, *expert_arrays(w.down, every.down, w.down_bias), *router,
         kernel=_down,
         name=f"few_down{_suffix(w.down)}",
         target=target,
@@ -250,7 +250,7 @@ def _suffix(weight: Any) -> str:
     return "" if isinstance(weight, Array) else f"_{type(weight).__name__}"
 
 
-def _arrays(weight: Any, shared: Any, bias: Array | None) -> tuple[Array, ...]:
+def expert_arrays(weight: Any, shared: Any, bias: Array | None) -> tuple[Array, ...]:
     """The arrays of a stack, of a shared expert (else the stack's again), and a bias (else any)."""
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"

@@ -2,7 +2,7 @@
 
 `_prepare` computes the parts that do not need the state, for all blocks in parallel. Then
 `_advance` carries the state from block to block, with one program per row, value head and part of
-the state's columns.
+the state's columns. On Hopper, `hopper_blocks` does that.
 
 Products of two activations use the tensor cores on unscaled values, which are exact there; norms
 and decays multiply the results. A float32 factor is split into a high and a low part of the
@@ -19,6 +19,7 @@ import triton.language as tl
 from jax import Array
 from triton import jit
 
+from jaxserve_kernels.gated_delta_rule import hopper_blocks
 from jaxserve_kernels.gated_delta_rule.reference import (
     RuleConfig,
     RuleTokens,
@@ -31,6 +32,10 @@ from jaxserve_kernels.triton_call import triton_call
 
 _COLUMNS = 32
 """State columns of a program: one prompt with 48 heads of 128 columns has 192 programs."""
+
+_PART = tl.constexpr(16)
+_PART_LEVELS = tl.constexpr(4)
+"""Rows of the diagonal blocks that are inverted first, side by side; and the power of two."""
 
 
 @jit
@@ -52,6 +57,22 @@ def _product(a, b, total, dtype: tl.constexpr):
 
 
 @jit
+def _inverted(system, solved, row, column, zero, FIRST: tl.constexpr, LAST: tl.constexpr, dtype):
+    """Inverts diagonal blocks of 2 ** LAST rows; `solved` has the inverses of those of 2 ** FIRST.
+
+    Each pair of inverses gives the inverse of a block twice as large. Its lower left part is
+    -(second inverse) @ (lower left part of the system) @ (first inverse).
+    """
+    for level in range(FIRST, LAST):
+        same = (row >> (level + 1)) == (column >> (level + 1))
+        below = (row >> level) > (column >> level)
+        part = tl.where(same & below, system, 0.0)
+        part = _product(part, solved, zero, dtype)
+        solved -= _product(solved, part, zero, dtype)
+    return solved
+
+
+@jit
 def _prepare(
     qkv_ptr, gates_ptr, a_log_ptr, bias_ptr, first_ptr, count_ptr,
     solved_ptr, scores_ptr, factors_ptr,
@@ -64,30 +85,30 @@ def _prepare(
         i = tl.arange(0, BLOCK)
         key = tl.arange(0, KEY)
         width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
+        dtype: tl.constexpr = scores_ptr.dtype.element_ty
         token = tl.load(first_ptr + block).to(tl.int64) + i
-        source = qkv_ptr + token[:, None] * width + key[None, :]
-        source += (head // (value_heads // key_heads)) * KEY
-        q = tl.load(source)
-        k = tl.load(source + key_heads * KEY)
-        wide_q = q.to(tl.float32)
-        wide_k = k.to(tl.float32)
-        q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, axis=1) + 1e-6) * scale
-        k_norm = tl.rsqrt(tl.sum(wide_k * wide_k, axis=1) + 1e-6)
+        qkv_ptr += (head // (value_heads // key_heads)) * KEY
         gates = gates_ptr + token * (2 * value_heads) + head
         a = tl.load(gates).to(tl.float32) + tl.load(bias_ptr + head)
         # log(1 + exp(a)) without overflow
         softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
         log_decay = -tl.exp(tl.load(a_log_ptr + head)) * softplus
         beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + value_heads).to(tl.float32)))
-        later = i[:, None] > i[None, :]
-        sums = tl.cumsum(tl.where(later, log_decay[:, None], 0.0), axis=0)
-        decay = tl.where(i[:, None] >= i[None, :], tl.exp(sums), 0.0)
         from_start = tl.exp(tl.cumsum(log_decay, axis=0))
 
+        source = qkv_ptr + token[:, None] * width + key[None, :]
+        q = tl.load(source)
+        k = tl.load(source + key_heads * KEY)
+        wide_q = q.to(tl.float32)
+        wide_k = k.to(tl.float32)
+        q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, axis=1) + 1e-6) * scale
+        k_norm = tl.rsqrt(tl.sum(wide_k * wide_k, axis=1) + 1e-6)
+
+        later = i[:, None] > i[None, :]
+        sums = tl.cumsum(tl.where(later, log_decay[:, None], 0.0), axis=0)
+        decay = tl.where(i[:, None] >= i[None, :], tl.exp(sums), 0.0) * k_norm[None, :]
         zero = tl.zeros([BLOCK, BLOCK], tl.float32)
-        dtype: tl.constexpr = scores_ptr.dtype.element_ty
         transposed = tl.trans(k)
-        decay *= k_norm[None, :]
         scores = tl.dot(q, transposed, zero, input_precision="tf32x3") * decay * q_norm[:, None]
         at = (block * value_heads + head).to(tl.int64) * (BLOCK * BLOCK)
         matrix = at + i[:, None] * BLOCK + i[None, :]
@@ -95,27 +116,34 @@ def _prepare(
         system = tl.dot(k, transposed, zero, input_precision="tf32x3") * decay
         system = tl.where(later, system * (beta * k_norm)[:, None], 0.0)
 
-        # Each pair of inverted diagonal blocks gives the inverse of a block twice as large. Its
-        # lower left part is -(second inverse) @ (lower left part of the system) @ (first inverse).
-        pairs = (i[:, None] >> 1) == (i[None, :] >> 1)
-        solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(pairs, system, 0.0)
-        for level in range(1, LEVELS):
-            same = (i[:, None] >> (level + 1)) == (i[None, :] >> (level + 1))
-            below = (i[:, None] >> level) > (i[None, :] >> level)
-            part = tl.where(same & below, system, 0.0)
-            part = _product(part, solved, zero, dtype)
-            solved -= _product(solved, part, zero, dtype)
-        solved *= beta[None, :]
-        high = solved.to(dtype)
-        tl.store(solved_ptr + at + matrix, high)
-        tl.store(solved_ptr + at + BLOCK * BLOCK + matrix, (solved - high.to(tl.float32)).to(dtype))
-
         factors = factors_ptr + (block * value_heads + head).to(tl.int64) * (4 * BLOCK) + i
         last = tl.sum(tl.where(i[:, None] == BLOCK - 1, decay, 0.0), axis=0)
         tl.store(factors, from_start * k_norm)
         tl.store(factors + BLOCK, from_start * q_norm)
         tl.store(factors + 2 * BLOCK, last)
         tl.store(factors + 3 * BLOCK, from_start)
+
+        # The blocks on the diagonal: [parts, _PART, _PART].
+        parts: tl.constexpr = BLOCK // _PART
+        number = tl.arange(0, parts)
+        own = number[:, None, None, None] == number[None, None, :, None]
+        small = tl.reshape(system, [parts, _PART, parts, _PART])
+        small = tl.sum(tl.where(own, small, 0.0), axis=2)
+        j = tl.arange(0, _PART)
+        row = j[None, :, None]
+        column = j[None, None, :]
+        pairs = (row >> 1) == (column >> 1)
+        solved = tl.where(row == column, 1.0, 0.0) - tl.where(pairs, small, 0.0)
+        nothing = tl.zeros([parts, _PART, _PART], tl.float32)
+        solved = _inverted(small, solved, row, column, nothing, 1, _PART_LEVELS, dtype)
+        solved = tl.reshape(tl.where(own, solved[:, :, None, :], 0.0), [BLOCK, BLOCK])
+        row = i[:, None]
+        column = i[None, :]
+        solved = _inverted(system, solved, row, column, zero, _PART_LEVELS, LEVELS, dtype)
+        solved *= beta[None, :]
+        high = solved.to(dtype)
+        tl.store(solved_ptr + at + matrix, high)
+        tl.store(solved_ptr + at + BLOCK * BLOCK + matrix, (solved - high.to(tl.float32)).to(dtype))
 
 
 @jit
@@ -196,6 +224,8 @@ def in_blocks(
         "target": target, "key_heads": heads.key_heads, "value_heads": heads.value_heads,
         "KEY": heads.key_dim, "VALUE": heads.value_dim, "BLOCK": size,
     }  # fmt: skip
+    # Before Hopper the tensor cores read both operands from registers, which four warps lack.
+    warps = 4 if target.gpu.compute_capability >= 90 else 8
     prepared = triton_call(
         tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, blocks.first, total[None],
         kernel=_prepare,
@@ -206,21 +236,26 @@ def in_blocks(
             jax.ShapeDtypeStruct((number, heads.value_heads, 4, size), jnp.float32),
         ),
         grid=(number, heads.value_heads),
-        num_warps=8,
+        num_warps=warps,
         scale=heads.key_dim**-0.5, LEVELS=size.bit_length() - 1,
         **common,
     )  # fmt: skip
+    numbers = jnp.cumsum(of_rows) - of_rows
+    if target.runs_hopper_kernels() and hopper_blocks.fits(heads, size, tokens.qkv.dtype):
+        return hopper_blocks.advance(
+            tokens.qkv, prepared, rows, of_rows, numbers, state, layer, heads=heads, target=target
+        )
     columns = min(_COLUMNS, heads.value_dim)
     return triton_call(
-        tokens.qkv, *prepared, rows.first, rows.slots, rows.positions, of_rows,
-        jnp.cumsum(of_rows) - of_rows, state, layer,
+        tokens.qkv, *prepared, rows.first, rows.slots, rows.positions, of_rows, numbers, state,
+        layer,
         kernel=_advance,
         name="gated_delta_rule_blocks",
         out_type=jax.ShapeDtypeStruct(
             (count, heads.value_heads, heads.value_dim), tokens.qkv.dtype
         ),
         grid=(rows.first.shape[0], heads.value_heads, heads.value_dim // columns),
-        num_warps=8,
+        num_warps=warps,
         num_stages=1,
         slots=state.shape[1], COLUMNS=columns,
         **common,
