@@ -156,8 +156,13 @@ class HostTierConfig:
     """Bytes per second from host to device, used until loads have been measured."""
     expected_disk_rate: float = 2e9
     """Bytes per second from disk to host memory, used until reads have been measured."""
+    load_rate: float | None = None
+    """The most bytes per second that loads take while other sequences run, on average; None: as
+    fast as the link."""
 
     def __post_init__(self) -> None:
+        if self.load_rate is not None and self.load_rate <= 0:
+            raise ConfigError(f"load_rate must be positive, got {self.load_rate} bytes per second")
         for name in ("slots", "store_ring", "load_ring"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")

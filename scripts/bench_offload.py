@@ -8,7 +8,8 @@ Flags after `--` are the server's. One engine in this process runs all parts:
   prefix on the device, only in host memory, and only on disk
 - streams: output tokens per second of decoding sequences: alone, beside constant restores, beside
   as many requests that hit the device, and beside `--restores-per-second`. The result is the rate
-  of restores at which the sequences keep 97 % of their speed
+  of restores at which the sequences keep 97 % of their speed. With `--load-rate 10G,20G` also
+  beside constant restores that --kv-offload-load-rate bounds
 - chats: `--chats` conversations in turn, of which the device holds `--held`, with offload and with
   its loads turned off: seconds, and milliseconds to the first token
 
@@ -35,13 +36,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from jaxserve.cli.flag_values import size_in_bytes
 from scripts.offload_engine import WHOLE, Bench, First, Work
 
 
@@ -167,13 +169,19 @@ class Streams:
 
 
 def streams(
-    bench: Bench, rows: int, length: int, seconds: float, rates: Sequence[float]
+    bench: Bench,
+    rows: int,
+    length: int,
+    seconds: float,
+    rates: Sequence[float],
+    load_rates: Mapping[str, float],
 ) -> Iterator[dict[str, Any]]:
     """Output tokens per second of `rows` sequences. Yields the figures so far after each run.
 
     They run alone; beside requests whose prefixes must be restored; and beside as many requests
     that hit the device. The prompts of restores are more than the device can hold, and take turns,
-    so that each has been displaced. Requests run one after another, and then at the given rates.
+    so that each has been displaced. Requests run one after another: without a bound, with each of
+    `load_rates`, and then at the given rates.
     The tier costs the difference between restores and hits, since both compute their last page.
     """
     if rows >= bench.slots:
@@ -198,6 +206,12 @@ def streams(
     restoring = run.rate(in_turn)
     result["beside restores"] = beside_restores(bench, restoring, length, alone.tokens)
     yield result
+    for name, load_rate in load_rates.items():
+        with bench.bounded(load_rate):
+            rate = run.rate(in_turn)
+        figures = beside_mixed(bench, rate, length, alone.tokens)
+        result[f"beside restores with --kv-offload-load-rate {name}"] = figures
+        yield result
     paced = result["beside so many restores per second"] = dict[str, Any]()
     for each in rates:
         rate = run.rate(in_turn, every=1 / each)
@@ -229,6 +243,13 @@ def beside_restores(bench: Bench, rate: Rate, length: int, alone: float) -> dict
     if bench.host.decision is not None:
         found["last decision"] = bench.host.decision._asdict()
     return found
+
+
+def beside_mixed(bench: Bench, rate: Rate, length: int, alone: float) -> dict[str, Any]:
+    """Returns the figures although the policy may compute some prefixes whose turn comes late, and
+    the share of restored ones."""
+    whole = sum(bench.found[name][1] >= WHOLE * length for name in rate.ended)
+    return rate.beside(alone) | {"restored": f"{whole} of {len(rate.ended)} requests"}
 
 
 def fastest(points: Sequence[dict[str, Any]], share: float = 0.97) -> tuple[float, float] | None:
@@ -282,6 +303,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--restores-per-second", default="1,2,4,8")
+    parser.add_argument("--load-rate", default="", help="bytes per second, such as 10G,20G")
     parser.add_argument("--chats", type=int, default=50)
     parser.add_argument("--held", type=int, default=10)
     parser.add_argument("--turns", type=int, default=3)
@@ -319,7 +341,8 @@ def measured(
         yield "ttft_ms", ttft(bench, lengths, args.repeats)
     if "streams" in parts:
         rates = [float(rate) for rate in args.restores_per_second.split(",") if rate]
-        for figures in streams(bench, args.rows, lengths[-1], args.seconds, rates):
+        bounds = {each: size_in_bytes(each) for each in args.load_rate.split(",") if each}
+        for figures in streams(bench, args.rows, lengths[-1], args.seconds, rates, bounds):
             yield "streams", figures
     if "chats" in parts:
         tokens = max(64, bench.cache_tokens // args.held - 256)

@@ -3,10 +3,11 @@ which tier each request found its prefix."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,6 +246,16 @@ class Bench:
     def settle(self) -> None:
         """Waits until all pages have reached host memory and disk."""
         self.until(lambda: self.in_flight is None and not self.scheduler.is_moving_pages)
+
+    @contextlib.contextmanager
+    def bounded(self, load_rate: float) -> Iterator[None]:
+        """Bounds loads like `--kv-offload-load-rate`, in bytes per second."""
+        pace = self.host._loads.pace  # pyright: ignore[reportPrivateUsage]
+        before, pace.rate = pace.rate, load_rate
+        try:
+            yield
+        finally:
+            pace.rate = before
 
     def forget_device(self) -> None:
         """Clears the device's prefix cache. The lower tiers keep theirs."""

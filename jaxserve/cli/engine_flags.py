@@ -197,6 +197,12 @@ def add_engine_flags(add: AddArgument) -> None:
         "one",
     )
     add(
+        "--kv-offload-load-rate",
+        type=size_in_bytes,
+        help="most bytes per second that loads from lower tiers take while other sequences run, on "
+        "average, e.g. 10G (default: as fast as the link)",
+    )
+    add(
         "--gpu-memory-utilization",
         type=share,
         default=0.9,

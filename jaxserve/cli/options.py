@@ -71,6 +71,7 @@ class Options:
     kv_offload_path: Path | None
     kv_offload_disk_size: int | None
     kv_offload_verify: bool
+    kv_offload_load_rate: int | None
     gpu_memory_utilization: float
     decode_buckets: tuple[int, ...] | None
     prefill_buckets: tuple[int, ...] | None

@@ -114,6 +114,10 @@ class TierMetrics(Families):
             "Seconds from the start of a load until its pages are on the device",
             _SECONDS,
         )
+        self._paced = self._counter(
+            "jaxserve_kv_offload_paced_seconds",
+            "Seconds that loads waited for their turn (--kv-offload-load-rate)",
+        )
         self._full = self._counter(
             "vllm:kv_offload_allocation_failure",
             "Pages not stored because all host slots were in use",
@@ -206,6 +210,10 @@ class TierMetrics(Families):
         self._restored["disk"].inc(disk_tokens)
         self._load_size.observe(num_bytes)
         self._restore.observe(seconds)
+
+    def tier_paced(self, seconds: float) -> None:
+        """See `TierObserver`."""
+        self._paced.inc(seconds)
 
     def tier_recomputed(self, cause: str) -> None:
         """See `TierObserver`."""

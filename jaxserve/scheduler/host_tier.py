@@ -67,7 +67,7 @@ class HostTier:
 
     **Loads** (`Loads`). If the host has the continuation of a waiting sequence's prefix, and
     loading takes less time than computing, the sequence waits for the load. Other sequences may
-    pass it.
+    pass it. While others run, a load may have to wait for its turn (`LoadPace`).
 
     **Order.** Moves are launched twice per turn (`PageMoves`). Before a step come the stores that
     its plan needs. After the launch come the moves of `advance`: first loads, then stores ahead of
@@ -75,7 +75,14 @@ class HostTier:
     computed it.
     """
 
-    def __init__(self, parts: TierParts, kv_cache: KVCacheManager, clock: Callable[[], float]):
+    def __init__(
+        self,
+        parts: TierParts,
+        kv_cache: KVCacheManager,
+        clock: Callable[[], float],
+        others_run: Callable[[], bool],
+    ):
+        """`clock` returns seconds, `others_run` whether any sequence runs."""
         config = self._config = parts.config
         self._observer, self._groups = parts.observer, kv_cache.groups
         self._page_size = kv_cache.page_size
@@ -100,6 +107,7 @@ class HostTier:
             self._disk,
             self._pieces,
             clock=clock,
+            others_run=others_run,
             observer=parts.observer,
         )
         self._prefetch = Prefetch(self.index, self._disk, self._loads)

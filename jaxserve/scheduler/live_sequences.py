@@ -43,7 +43,7 @@ class LiveSequences:
         self._kv_cache = KVCacheManager(config, cache, cache_events)
         self._lengths = lengths or OutputLengths()
         self._waiting = waiting_queue(config, cache, times, self._lengths)
-        self.host = host and HostTier(host, self._kv_cache, clock)
+        self.host = host and HostTier(host, self._kv_cache, clock, lambda: self.num_running > 0)
         self._running: dict[int, Sequence] = {}
         self._live: dict[int, Sequence] = {}
         self._by_request: dict[str, Sequence] = {}

@@ -19,6 +19,11 @@ _TRIAL = 1.02
 """Factor on the expected rates after each refused load. So the effect of one slow load fades."""
 
 
+MOST_WAIT = 5.0
+"""The most seconds that a sequence may have to wait for its load to begin, if nobody knows how long
+computing would take."""
+
+
 class Decision(NamedTuple):
     """Whether to load a prefix from a lower tier, and the numbers behind the decision."""
 
@@ -32,10 +37,14 @@ class Decision(NamedTuple):
     """Predicted seconds of the load."""
     prefill_seconds: float | None
     """Predicted seconds to compute the tokens instead; None: unknown."""
+    wait: float = 0.0
+    """Predicted seconds until the load may begin."""
 
     @property
     def pays(self) -> bool:
-        return self.prefill_seconds is None or self.seconds <= self.prefill_seconds
+        if self.prefill_seconds is None:
+            return self.wait <= MOST_WAIT
+        return self.wait + self.seconds <= self.prefill_seconds
 
 
 class LoadRates:
@@ -53,7 +62,10 @@ class LoadRates:
         return FIXED_SECONDS + host_bytes * self._memory + disk_bytes * self._disk
 
     def refused(self, decision: Decision) -> None:
-        """Reports that a load was refused because it did not seem to pay."""
+        """Reports that a load was refused because it did not seem to pay. If it would have paid
+        without its wait, the rates stay as they are."""
+        if decision._replace(wait=0.0).pays:
+            return
         self._memory /= _TRIAL
         if decision.disk_bytes:
             self._disk /= _TRIAL

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 from jaxserve.config import HostTierConfig
 from jaxserve.offload.index import HostIndex
 from jaxserve.scheduler.disk_pages import DiskPages
-from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
-from jaxserve.scheduler.load import Load, LoadPage, State, key_of
+from jaxserve.scheduler.load import Load, LoadPage, State
+from jaxserve.scheduler.load_pace import Asked, LoadPace
 from jaxserve.scheduler.load_rates import Decision, LoadRates
+from jaxserve.scheduler.prefix_pages import Found, PrefixPages
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.state_pieces import StatePieces
 from jaxserve.scheduler.tier_observer import TierObserver
@@ -29,19 +29,6 @@ _TIMEOUT, _TIMES_PREDICTED = 5.0, 20.0
 """A load is given up after this many seconds, or this many times its predicted duration."""
 
 
-type _Missing = tuple[GroupPages | StatePieces, int, bytes]
-
-
-class _Found(NamedTuple):
-    """The pages to load for a sequence."""
-
-    hashes: list[bytes]
-    """Hashes of all pages up to the end of the prefix."""
-    missing: list[_Missing]
-    seconds: float
-    """Predicted duration."""
-
-
 class Loads:
     """Begins loads, advances them, and ends them.
 
@@ -50,6 +37,9 @@ class Loads:
     nothing, and its sequences are admitted with the pages cached by then. So whatever a failed load
     did not bring is computed. Copies write only to rings, so the pages of a load that is given up
     are free at once.
+
+    While other sequences run, loads wait for their turn to begin (`LoadPace`). A load that has not
+    begun holds nothing.
     """
 
     def __init__(
@@ -62,14 +52,16 @@ class Loads:
         pieces: StatePieces | None = None,
         *,
         clock: Callable[[], float],
+        others_run: Callable[[], bool],
         observer: TierObserver,
     ):
+        """`clock` returns seconds. For `others_run` see `LoadPace`."""
         self._config, self._kv_cache, self._index = config, kv_cache, index
         self._transfers, self._disk, self._pieces = transfers, disk, pieces
         self._clock, self._observer = clock, observer
         self._loads: list[Load] = []
-        self._asked: dict[Sequence, float | None] = {}
-        """Sequences whose loads begin in the next `advance`; and the prefill rate for `_look`."""
+        self._prefixes = PrefixPages(config, kv_cache, index, disk, pieces, self._is_loading)
+        self.pace = LoadPace(config.load_rate, clock=clock, others_run=others_run)
         self._news = False
         """Whether a load has ended since the last `advance` and freed its pages."""
         self._orphans = 0
@@ -80,139 +72,121 @@ class Loads:
         self._logged: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._asked)
+        return len(self._loads) + len(self.pace)
 
     @property
     def num_waiting(self) -> int:
         """Number of sequences that wait for loads. Callable from any thread."""
-        return sum(len(load.waiting) for load in list(self._loads)) + len(self._asked)
+        return sum(len(load.waiting) for load in list(self._loads)) + len(self.pace)
 
     def begin(self, seq: Sequence, cached: int, prefill_rate: float | None) -> bool:
         """Decides whether to load the continuation of a waiting sequence's cached prefix. If
         loading all of it does not pay, considers the part in memory. Returns whether the sequence
-        must wait. The load starts in the next `advance`, because starting it here would delay the
-        step.
+        must wait. The load starts in the next `advance` in which its turn has come: starting it
+        here would delay the step.
 
         Args:
           cached: pages of the sequence that the device has.
           prefill_rate: tokens per second that a prefill would compute instead; None: unknown.
         """
-        if seq.waits_for_loads >= _MAX_WAITS or self._look(seq, cached, prefill_rate) is None:
+        if seq.waits_for_loads >= _MAX_WAITS:
+            return False
+        found = self._look(seq, cached, prefill_rate)
+        if found is None:
             return False
         seq.loading = True
         seq.waits_for_loads += 1
-        self._asked[seq] = prefill_rate
+        self._ask(seq, prefill_rate, found)
         return True
 
-    def _start(self, seq: Sequence, prefill_rate: float | None) -> None:
+    def _ask(
+        self, seq: Sequence, rate: float | None, found: Load | Found, held: float | None = None
+    ) -> None:
+        if isinstance(found, Load):
+            self.pace.ask(Asked(seq, rate, held=held))
+        else:
+            self.pace.ask(Asked(seq, rate, found.keys, found.host_bytes, held))
+
+    def _start_asked(self, now: float) -> None:
+        """Starts the loads whose turn has come, in order. Sequences that can join a load need no
+        turn."""
+        before = len(self._loads)
+        for asked in self.pace.take():
+            new = self._loads[before:]
+            joins = not asked.keys or not all(asked.keys.isdisjoint(load.keys) for load in new)
+            if joins or self.pace.is_open(now):
+                self._start(asked, now)
+            else:
+                self.pace.hold(asked, now)
+
+    def _start(self, asked: Asked, now: float) -> None:
         """Starts the load that `begin` decided on, or joins another one. If none is possible any
         more, the next plan handles the sequence."""
-        cached = self._kv_cache.cached_pages(seq).length
-        found = self._look(seq, cached, prefill_rate)
+        seq, rate = asked.seq, asked.prefill_rate
+        found = self._look(seq, self._kv_cache.cached_pages(seq).length, rate)
+        if isinstance(found, Found) and not self.pace.is_open(now):
+            self._ask(seq, rate, found, asked.held)  # the load that it wanted to join is over
+            return
+        if asked.held is not None:
+            self._observer.tier_paced(now - asked.held)
         if found is None:
             seq.loading, self._news = False, True
         else:
             load = found if isinstance(found, Load) else self._begin(seq, found)
             load.waiting.append(seq)
 
-    def _look(self, seq: Sequence, cached: int, prefill_rate: float | None) -> Load | _Found | None:
+    def _look(self, seq: Sequence, cached: int, prefill_rate: float | None) -> Load | Found | None:
         """Returns the load in flight that brings pages of the sequence, or the pages to load for
         it. None if no load pays and fits. Arguments as for `begin`."""
-        count = self._kv_cache.reachable(seq, self._has)
+        count = self._kv_cache.reachable(seq, self._prefixes.has)
         size = self._kv_cache.page_size
         if not seq.waits_for_loads:
             self._observer.tier_looked_up(len(seq.tokens) - cached * size, (count - cached) * size)
         if count <= cached:
             return None
-        hashes = seq.page_hashes(count, size)
-        missing = list(self._missing(hashes))
-        keys = frozenset(key for _, _, key in missing)
+        found = self._prefixes.found(seq, count)
         for load in self._loads:
-            if not keys.isdisjoint(load.keys):
+            if not found.keys.isdisjoint(load.keys):
                 return load
-        decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
+        decision = self.decision = self._decide((count - cached) * size, found, prefill_rate)
         if not decision.pays and decision.disk_bytes:
             self.rates.refused(decision)
-            count = self._kv_cache.reachable(seq, self._has_in_memory)
+            count = self._kv_cache.reachable(seq, self._prefixes.has_in_memory)
             if count <= cached:
                 return None
-            hashes = hashes[:count]
-            missing = list(self._missing(hashes))
-            decision = self.decision = self._decide((count - cached) * size, missing, prefill_rate)
+            found = self._prefixes.found(seq, count)
+            decision = self.decision = self._decide((count - cached) * size, found, prefill_rate)
         if not decision.pays:
             self.rates.refused(decision)
             return None
         # Copies that hang would delay new loads.
-        if self._orphans or not self._fits(hashes, missing):
+        if self._orphans or not self._prefixes.fits(found):
             return None
-        return _Found(hashes, missing, decision.seconds)
+        return found
 
-    def _has(self, group: GroupPages | None, content: bytes) -> bool:
-        if group is not None:
-            return self._has_key(key_of(group.number, content))
-        return self._pieces is not None and all(map(self._has_key, self._pieces.keys(content)))
-
-    def _has_in_memory(self, group: GroupPages | None, content: bytes) -> bool:
-        if group is not None:
-            return key_of(group.number, content) in self._index
-        pieces = self._pieces
-        return pieces is not None and all(key in self._index for key in pieces.keys(content))
-
-    def _has_key(self, key: bytes) -> bool:
-        if key in self._index or self._disk.contains(key):
-            return True
+    def _is_loading(self, key: bytes) -> bool:
         return any(key in load.keys for load in self._loads)
 
-    def _missing(self, hashes: list[bytes]) -> Iterable[_Missing]:
-        """Yields group, number and key of the pages that the device lacks, in order of numbers, and
-        then of the pieces of the snapshot after them."""
-        end = len(hashes) * self._kv_cache.page_size
-        firsts = [(group, group.first_page(end)) for group in self._kv_cache.groups]
-        for number, content in enumerate(hashes):
-            for group, first in firsts:
-                if number >= first and group.pool.page_of(content) is None:
-                    yield group, number, key_of(group.number, content)
-        pieces = self._pieces
-        if pieces is not None and hashes and hashes[-1] not in pieces.snapshots:
-            for key in pieces.keys(hashes[-1]):
-                yield pieces, len(hashes) - 1, key
-
-    def _fits(self, hashes: list[bytes], missing: list[_Missing]) -> bool:
-        """Returns whether all pages that the load would hold are free or held by others."""
-        if isinstance(missing[-1][0], StatePieces) and not missing[-1][0].snapshots.can_reserve:
-            return False
-        end = len(hashes) * self._kv_cache.page_size
-        for group in self._kv_cache.groups:
-            found = map(group.pool.page_of, hashes[group.first_page(end) :])
-            needed = sum(page is None or not group.pool.holders(page) for page in found)
-            if needed > group.pool.num_free:
-                return False
-        return True
-
-    def _decide(self, tokens: int, missing: list[_Missing], prefill_rate: float | None) -> Decision:
-        host = disk = 0
-        for group, _, key in missing:
-            host += self._config.page_bytes[group.number]
-            if key not in self._index:
-                disk += self._config.page_bytes[group.number]
+    def _decide(self, tokens: int, found: Found, prefill_rate: float | None) -> Decision:
+        seconds = self.rates.seconds(found.host_bytes, found.disk_bytes)
         computing = None if prefill_rate is None else tokens / prefill_rate
-        return Decision(tokens, host, disk, self.rates.seconds(host, disk), computing)
+        wait = self.pace.seconds(found.keys)
+        return Decision(tokens, found.host_bytes, found.disk_bytes, seconds, computing, wait)
 
     def wanted_from_disk(self, seq: Sequence, prefill_rate: float | None) -> list[bytes]:
         """Returns the keys of the pages that only the disk has, in order, if a load would pay once
         they are in host memory."""
-        count, size = self._kv_cache.reachable(seq, self._has), self._kv_cache.page_size
-        missing = list(self._missing(seq.page_hashes(count, size)))
-        there = sum(self._config.page_bytes[group.number] for group, _, _ in missing)
-        firsts = {number for _, number, _ in missing}
+        count, size = self._kv_cache.reachable(seq, self._prefixes.has), self._kv_cache.page_size
+        found = self._prefixes.found(seq, count)
+        firsts = {number for _, number, _ in found.missing}
         computing = len(firsts) * size / prefill_rate if prefill_rate else math.inf
-        if self.rates.seconds(there, 0) > computing:
+        if self.rates.seconds(found.host_bytes, 0) > computing:
             return []
-        return [key for _, _, key in missing if not self._index.has(key)]
+        return [key for _, _, key in found.missing if not self._index.has(key)]
 
-    def _begin(self, seq: Sequence, found: _Found) -> Load:
-        hashes, missing, seconds = found
-        tables = self._hold(hashes, missing)
+    def _begin(self, seq: Sequence, found: Found) -> Load:
+        hashes, missing = found.hashes, found.missing
+        tables = self._prefixes.hold(found)
         snapshot, places = None, iter(())
         if self._pieces is not None and missing[-1][0] is self._pieces:
             snapshot = self._pieces.snapshots.reserve()
@@ -240,33 +214,19 @@ class Loads:
             snapshot=snapshot,
             waiting=[],
             began=self._clock(),
-            predicted=seconds,
+            predicted=self.rates.seconds(found.host_bytes, found.disk_bytes),
             end=len(pages),
-            keys=frozenset(each.key for each in pages),
+            keys=found.keys,
         )
         self._loads.append(load)
-        self._feed(load)
+        self.pace.began(load.began, found.host_bytes)
         return load
-
-    def _hold(self, hashes: list[bytes], missing: list[_Missing]) -> list[dict[int, int]]:
-        """Holds the pages that the device has, and allocates pages for the others. Returns the
-        pages of each group by their numbers."""
-        end = len(hashes) * self._kv_cache.page_size
-        tables: list[dict[int, int]] = []
-        for group in self._kv_cache.groups:  # first, because allocating may evict these pages
-            numbers = range(group.first_page(end), len(hashes))
-            found = {number: group.pool.page_of(hashes[number]) for number in numbers}
-            there = {number: page for number, page in found.items() if page is not None}
-            group.hold(there.values())
-            tables.append(there)
-        for group, table in zip(self._kv_cache.groups, tables, strict=True):
-            numbers = [number for of, number, _ in missing if of is group]
-            table.update(zip(numbers, group.hold_new(len(numbers)), strict=True))
-        return tables
 
     def advance(self) -> bool:
         """Advances all loads. Returns whether one has ended since the last call, for any reason."""
         now = self._clock()
+        # Before other loads let go of their pages: the next plan is the first to use those.
+        self._start_asked(now)
         for load in list(self._loads):
             self._publish(load)
             if load.published == load.end:
@@ -276,9 +236,6 @@ class Loads:
                 self._finish(load)
             else:
                 self._feed(load)
-        asked, self._asked = self._asked, {}
-        for seq, prefill_rate in asked.items():
-            self._start(seq, prefill_rate)
         news, self._news = self._news, False
         return news
 
@@ -403,7 +360,7 @@ class Loads:
 
     def leave(self, seq: Sequence) -> None:
         """Reports that a waiting sequence has ended."""
-        self._asked.pop(seq, None)
+        self.pace.drop(seq)
         for load in self._loads:
             if seq in load.waiting:
                 load.waiting.remove(seq)
@@ -421,8 +378,7 @@ class Loads:
 
     def cancel_all(self, cause: str) -> None:
         """Gives up all loads."""
-        for seq in self._asked:
-            seq.loading = False
-        self._asked.clear()
+        for asked in self.pace.take():
+            asked.seq.loading = False
         for load in list(self._loads):
             self._give_up(load, cause)

@@ -42,6 +42,7 @@ def check_flags(options: Options) -> None:
         for flag, given in (
             ("--kv-offload-path", options.kv_offload_path),
             ("--kv-offload-verify", options.kv_offload_verify),
+            ("--kv-offload-load-rate", options.kv_offload_load_rate),
         ):
             if given:
                 raise ConfigError(f"{flag} needs --kv-offload-size, the host memory above it")
@@ -122,6 +123,7 @@ def plan_tier(options: Options, config: RunnerConfig) -> HostTierConfig | None:
         store_ring=rings.store,
         load_ring=rings.load,
         lookahead=min(2 * longest, slots // (4 * len(each))),
+        load_rate=options.kv_offload_load_rate,
     )
 
 

@@ -170,6 +170,7 @@ class CountingObserver(NoObserver):
         self.recomputed = Counter[str]()
         self.skipped = Counter[str]()
         self.loaded: list[int] = []
+        self.paced = 0.0
         self.tokens = Counter[str]()
 
     def tier_recomputed(self, cause: str) -> None:
@@ -177,6 +178,9 @@ class CountingObserver(NoObserver):
 
     def tier_skipped(self, cause: str) -> None:
         self.skipped[cause] += 1
+
+    def tier_paced(self, seconds: float) -> None:
+        self.paced += seconds
 
     def tier_loaded(
         self, num_bytes: int, seconds: float, *, host_tokens: int, disk_tokens: int
@@ -198,6 +202,7 @@ class TierLoop(Loop):
         faults: Faults | None = None,
         seed: int = 0,
         files: dict[bytes, Page] | None = None,
+        load_rate: float | None = None,
         **options: Any,
     ):
         self.faults = faults or Faults()
@@ -215,6 +220,7 @@ class TierLoop(Loop):
                 store_ring=ring,
                 load_ring=ring,
                 lookahead=host_slots // 2,
+                load_rate=load_rate,
             ),
             copier=self.copier,
             disk=self.disk,

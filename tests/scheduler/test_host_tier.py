@@ -36,6 +36,8 @@ class TierWorkload(NamedTuple):
     faults: Faults
     seed: int
     disk: bool
+    load_rate: float | None = None
+    """Pages per second, of which a step takes a tenth."""
 
 
 @st.composite
@@ -91,6 +93,7 @@ def play(tiered: TierWorkload) -> TierLoop:
         faults=tiered.faults,
         seed=tiered.seed,
         files=files,
+        load_rate=tiered.load_rate,
         lengths=lengths,
     )
     last = max(LAST_ARRIVAL, *(arrival.turn for arrival in work.arrivals))
@@ -120,7 +123,7 @@ def _arrive(loop: TierLoop, work: Workload, turn: int) -> None:
             loop.abort(arrival.request.id)
 
 
-def check(tiered: TierWorkload) -> None:
+def check(tiered: TierWorkload) -> TierLoop:
     loop, work = play(tiered), tiered.work
     for arrival in work.arrivals:
         name = arrival.request.id
@@ -146,6 +149,7 @@ def check(tiered: TierWorkload) -> None:
     TOTAL.update({f"recomputed: {cause}": n for cause, n in loop.observer.recomputed.items()})
     TOTAL.update({f"skipped: {cause}": n for cause, n in loop.observer.skipped.items()})
     event(f"loads: {min(len(loop.observer.loaded), 3)}")
+    return loop
 
 
 @pytest.fixture

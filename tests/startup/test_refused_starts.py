@@ -121,6 +121,28 @@ def test_an_empty_text_to_calibrate_with_is_refused(tmp_path: Path) -> None:
     assert "text is empty" in refused(*flags, str(tmp_path / "text"))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--kv-offload-path", "/tmp/pages"],
+        ["--kv-offload-verify"],
+        ["--kv-offload-load-rate", "10G"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_flags_of_the_host_tier_need_the_tier(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"^{flags[0]} needs --kv-offload-size"):
+        host_tier_plan.check_flags(parse_args(flags))
+    host_tier_plan.check_flags(parse_args([*flags, "--kv-offload-size", "1G"]))
+
+
+@pytest.mark.parametrize("rate", ["0", "-1G", "fast"])
+def test_a_load_rate_is_above_0(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--kv-offload-size", "1G", f"--kv-offload-load-rate={rate}"])
+    assert "must be a size such as" in capsys.readouterr().err
+
+
 def test_a_host_tier_beyond_the_machine_is_refused_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
