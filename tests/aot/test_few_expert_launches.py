@@ -26,6 +26,8 @@ from tests.aot.test_few_tokens import disassembled
 QWEN_3_5 = (256, 8, 2048, 512)
 """Of Qwen3.5-35B-A3B, with a shared expert."""
 TARGET = Target.for_gpu(90)
+UNCHECKED = TARGET.replace(checked=False)
+"""Kernels that do not compile are an error."""
 
 
 def launches_of(sizes: Any, name: str, tokens: int, target: Target = TARGET) -> Any:
@@ -67,7 +69,7 @@ def layer(
 
 @pytest.mark.parametrize(("sizes", "name", "tokens"), [
     (QWEN, "bf16", 1), (QWEN, "int4", 2), (QWEN, "fp8", 1), (GPT_OSS, "mxfp4", 1),
-    (GPT_OSS, "mxfp4", 2), (GPT_OSS, "bf16", 2), (QWEN_3_5, "bf16", 1), (QWEN_3_5, "fp8", 2),
+    (GPT_OSS, "mxfp4", 2), (GPT_OSS, "bf16", 2), (QWEN_3_5, "bf16", 1), (QWEN_3_5, "fp8", 1),
 ])  # fmt: skip
 def test_three_kernels_of_which_the_last_reads_early(
     sizes: Any, name: str, tokens: int, tmp_path: Path
@@ -87,3 +89,19 @@ def test_three_kernels_of_which_the_last_reads_early(
         assert len(re.findall(r"\bSTL\b", before + after)) <= 2, "registers are spilled"
     assert "LDGSTS.E.BYPASS.128" in before and "REDUX" in before
     assert tokens > 1 or sizes == QWEN_3_5 or "SHFL" not in before
+
+
+@pytest.mark.parametrize("tokens", [2, 64])
+def test_a_shared_expert_takes_no_kernels_of_its_own(tokens: int) -> None:
+    """Already with two tokens, each program would look at 512 scores."""
+    found = [each.code.name for each in launches_of(QWEN_3_5, "fp8", tokens)]
+    assert found[-4:] == ["_route", "_order", "_product", "_product"]
+    assert len(found) == (5 if tokens == 2 else 6)
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("sizes", [(16, 4, 384, 256), (16, 4, 512, 128)])
+def test_streaming_kernels_of_few_inputs_compile(sizes: Any, name: str) -> None:
+    """Their rings have no more slots than there are inputs to fill them."""
+    kernels = [each.code.name for each in launches_of(sizes, name, 20, target=UNCHECKED)]
+    assert kernels[-2:] == ["_product", "_product"]

@@ -168,13 +168,14 @@ def choose_streaming(
             continue
         tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
         ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
-        short = found.operand.kind is Kind.FP8 or tokens > 16
+        short = found.operand.kind is Kind.FP8 or tokens > 16 or weight.shape[2] < 256
         depth = 128 if short or (found.operand.kind is Kind.INT4 and tokens == 8) else 256
         launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
         programs = _resident(launch, found, each=ids.size / weight.shape[0])
         stages = _streaming_stages(launch, found, programs, target)
-        steps = -(-weight.shape[2] // depth)
-        launches[name] = replace(launch, num_stages=min(stages, steps + 1))
+        # Triton 3.6 compiles no ring with more slots than that.
+        most_stages = weight.shape[2] // depth + 1
+        launches[name] = replace(launch, num_stages=min(stages, most_stages))
     return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)
 
 
