@@ -220,7 +220,10 @@ class _Stopwatch:
                     entries.append(PageEntry(row.slot, position, page, group))
                 number += 1
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        admissions = tuple(Admission(row.slot, params) for row in plan.rows)
+        # Prompts that end with their rows: recurrent layers compute prompts in blocks.
+        admissions = tuple(
+            Admission(row.slot, params, num_prompt=row.start + len(row.tokens)) for row in plan.rows
+        )
         return replace(plan, admissions=admissions, pages=tuple(entries))
 
 
