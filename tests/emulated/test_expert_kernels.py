@@ -275,16 +275,6 @@ def test_tiles_with_fewer_tokens_on_hopper() -> None:
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
 
 
-@pytest.mark.parametrize("name", ["bf16", "int4", "fp8"])
-def test_tiles_of_64_and_96_tokens_on_hopper(name: str) -> None:
-    """Where experts have few tokens: tiles that are full, with a box more, and of several."""
-    x, ids, weights, w = made(150, QUANTIZE[name])
-    assert hopper.tokens_of_a_tile(ids.size / EXPERTS) == 64
-    ids = ids.at[:90].set(jnp.asarray([0, 3]))
-    found = hopper.experts(x, ids, weights, w, "silu", target=gpu(90, multiprocessors=3))
-    assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
-
-
 def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
     """With a scale for each 128 inputs of a row."""
     grouped = weight.reshape(*weight.shape[:-1], -1, 128)

@@ -1,8 +1,8 @@
 """Products of many tokens with their experts on Hopper: weight rows are the left operand.
 
 A program walks over tiles of 256 weight rows of one expert (128 of gate and 128 of up, or 256 of
-down) by up to 160 of its tokens, or 96 if experts have fewer. So most experts with about 128 or 64
-tokens are one tile, and their weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`), even
+down) by up to 160 of its tokens. So most experts with about 128 tokens are one tile, and their
+weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`), even
 while the previous tile is being stored. Each of two warpgroups multiplies half of the rows
 (`hopper_sums`).
 
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import most_blocks
-from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, ROWS, block_at, copy
+from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS, block_at, copy
 from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, plain_sums
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
@@ -40,14 +40,16 @@ from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
+TOKENS = MAIN + BOX
+"""The most tokens of a tile."""
+_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
+_BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
 _DOWN = gl.constexpr(0)
 """Values of GATED beside those of `activation.gating`: down product, gpt-oss's activation."""
 _OSS = gl.constexpr(3)
-_BESIDE = 4608
-"""Bytes of shared memory beside the rings: barriers, and results that change their layout."""
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 
@@ -160,24 +162,23 @@ def _multiply_tile(
     out_ptr, at, expert, begin, end, column, tokens, second: gl.constexpr, rows: gl.constexpr,
     all_rows: gl.constexpr, n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and stores the rows of warpgroup `part`: 64 of each half of a tile.
 
     Starts at step `at` of the rings, and returns the step after the tile. The second half begins
     `second` rows after the first. TAIL: the tile has one box of tokens more.
     """
-    QUARTER: gl.constexpr = MAIN // 2
+    QUARTER: gl.constexpr = _MAIN // 2
     column += part * HALF
     first = _places(order_ptr, weights_ptr, begin, end, tokens, choices, QUARTER, GATED)
     then = _places(order_ptr, weights_ptr, begin + QUARTER, end, tokens, choices, QUARTER, GATED)
     last = first
     if TAIL:
-        last = _places(order_ptr, weights_ptr, begin + MAIN, end, tokens, choices, _BOX, GATED)
+        last = _places(order_ptr, weights_ptr, begin + _MAIN, end, tokens, choices, _BOX, GATED)
     if KIND == PLAIN:
         left, right, short_left, short_right, at = plain_sums(
-            part, x_ring, t_ring, w_ring, ready, free, at, k, STAGES, MAIN, TAIL
+            part, x_ring, t_ring, w_ring, ready, free, at, k, STAGES, TAIL
         )
     else:
         row = expert * rows + column
@@ -185,7 +186,7 @@ def _multiply_tile(
         right_tile = gl.minimum(row + second, all_rows - 64) // 64
         left, right, short_left, short_right, at = code_sums(
             part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, left_tile, right_tile,
-            at, k, STAGES, MAIN, TAIL, KIND, GROUP, ZERO, UNPACK,
+            at, k, STAGES, TAIL, KIND, GROUP, ZERO, UNPACK,
         )  # fmt: skip
     if BIAS:
         bound: gl.constexpr = n if GATED == _DOWN else n + second
@@ -213,7 +214,7 @@ def _multiply(
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, MAIN: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     at = 0
     tiles = gl.load(block_ptr + 3 * count) * columns
@@ -222,18 +223,17 @@ def _multiply(
         # The next tile's block is loaded while this tile is multiplied.
         later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
         column = tile % columns * step
-        if end - begin > MAIN:
+        if end - begin > _MAIN:
             at = _multiply_tile(
                 part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
                 order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
-                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, MAIN,
-                True,
+                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, True,
             )  # fmt: skip
         else:
             at = _multiply_tile(
                 part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
                 order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
-                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, MAIN,
+                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
                 False,
             )  # fmt: skip
         expert, begin, end = later
@@ -245,17 +245,17 @@ def _program(
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    STAGES: gl.constexpr, MAIN: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
-    KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
+    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
     """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them."""
     gather: gl.constexpr = GATED != _DOWN
     panels: gl.constexpr = 1 if KIND == PLAIN else 2
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     places: gl.constexpr = STAGES * panels
-    boxes = gl.allocate_shared_memory(gl.bfloat16, [places * (MAIN // _BOX), _BOX, _DEPTH], panel)
+    boxes = gl.allocate_shared_memory(gl.bfloat16, [places * _BOXES, _BOX, _DEPTH], panel)
     t_ring = gl.allocate_shared_memory(gl.bfloat16, [places, _BOX, _DEPTH], panel)
-    x_ring = boxes.reinterpret(gl.bfloat16, [places, MAIN, _DEPTH], panel)
+    x_ring = boxes.reinterpret(gl.bfloat16, [places, _MAIN, _DEPTH], panel)
     if KIND == PLAIN:
         weight: gl.constexpr = 2 * _ROWS * _DEPTH * 2
         w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * _ROWS, _DEPTH], w.layout)
@@ -275,16 +275,16 @@ def _program(
             (_multiply, (
                 0, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
                 order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
-                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, MAIN,
+                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
             )),
             (_multiply, (
                 1, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
                 order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
-                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, MAIN,
+                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
             )),
             (copy, (
                 x, w, boxes, t_ring, w_ring, ready, free, block_ptr, order_ptr, count, columns,
-                step, second, rows, inputs, k, choices, gather, weight, panels, STAGES, MAIN,
+                step, second, rows, inputs, k, choices, gather, weight, panels, STAGES,
             )),
         ],
         [4, 4 if gather else 1],
@@ -306,8 +306,7 @@ def experts(
     tokens, embed = x.shape
     count = w.gate_up.shape[0]
     order, ends = triton_route.order(ids, count, target=target)
-    main = tokens_of_a_tile(ids.size / count)
-    most = most_blocks(ids, count, main + BOX)
+    most = most_blocks(ids, count, TOKENS)
     blocks = triton_call(
         ends,
         kernel=_blocks,
@@ -316,12 +315,12 @@ def experts(
         out_type=jax.ShapeDtypeStruct((4, most), jnp.int32),
         grid=(most,),
         num_warps=1,
-        experts=count, count=most, TOKENS=main + BOX, EXPERTS=triton.next_power_of_2(count),
+        experts=count, count=most, TOKENS=TOKENS, EXPERTS=triton.next_power_of_2(count),
     )  # fmt: skip
     gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, order, weights, tokens
-    hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, main, target)
-    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _DOWN.value, main, target)
+    hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
+    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _DOWN.value, target)
     return parts.reshape(ids.shape[1], tokens, embed)
 
 
@@ -333,7 +332,6 @@ def _product(
     lists: tuple[Any, ...],
     n: int,
     gated: int,
-    main: int,
     target: Target,
 ) -> Array:
     """One product, [pairs, n]. Gated, x are the tokens and the result is in expert order. Otherwise
@@ -343,14 +341,11 @@ def _product(
     assert found is not None, f"no kernel knows {type(weight)}"
     codes, scale, zero = found.arrays
     if found.operand is None:
-        constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0}
-        shape, box, panels = (count * rows, k), (ROWS, DEPTH), 1
-        weight_bytes = 2 * ROWS * DEPTH * 2
+        constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
+        shape, box = (count * rows, k), (ROWS, DEPTH)
     else:
-        constants = found.operand.constants
-        shape, box, panels = (-1, codes.shape[-1]), (64, codes.shape[-1]), 2
-        weight_bytes = 2 * ROWS * codes.shape[-1] * 2
-    stage = weight_bytes + panels * (main + BOX) * DEPTH * 2
+        constants = {**found.operand.constants, "STAGES": 3}
+        shape, box = (-1, codes.shape[-1]), (64, codes.shape[-1])
     step = ROWS if gated else 2 * ROWS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
@@ -366,14 +361,8 @@ def _product(
         num_warps=4,
         count=blocks.shape[1], columns=columns, step=step, second=n if gated else ROWS,
         rows=rows, all_rows=count * rows, n=n, inputs=x.shape[1], k=k, choices=ids.shape[1],
-        STAGES=min(5, (target.gpu.shared_memory_per_block - _BESIDE) // stage), MAIN=main,
         BIAS=bias is not None, GATED=gated, **constants,
     )  # fmt: skip
-
-
-def tokens_of_a_tile(each: float) -> int:
-    """Returns MAIN for experts with `each` tokens on average."""
-    return 64 if each <= 80 else 128
 
 
 def _layout(words: int) -> Any:

@@ -13,11 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 ROWS, DEPTH = 128, 64
 """Half of a tile's weight rows; inputs of a panel of tokens."""
-BOX = 32
-"""Tokens of one copy. A tile has MAIN tokens, and may have one box more."""
+MAIN, BOX = 128, 32
+"""Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
 _ROWS = gl.constexpr(ROWS)
 _DEPTH = gl.constexpr(DEPTH)
+_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
+_BOXES = gl.constexpr(MAIN // BOX)
 
 
 @gluon.jit
@@ -50,10 +52,9 @@ def _copy_weight(w, w_ring, bar, stage, row, step, second: gl.constexpr, k: gl.c
 def _copy_tile(
     x, w, x_ring, t_ring, w_ring, ready, free, at, begin, row,
     second: gl.constexpr, k: gl.constexpr, WEIGHT: gl.constexpr,
-    PANELS: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr,
+    PANELS: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    full: gl.constexpr = MAIN // _BOX
-    boxes: gl.constexpr = full + 1 if TAIL else full
+    boxes: gl.constexpr = _BOXES + 1 if TAIL else _BOXES
     for step in range(k // (PANELS * _DEPTH)):
         stage = at % STAGES
         bar = ready.index(stage)
@@ -63,11 +64,11 @@ def _copy_tile(
         for panel in gl.static_range(PANELS):
             depth = (step * PANELS + panel) * _DEPTH
             to = stage * PANELS + panel
-            for box in gl.static_range(full):
-                place = x_ring.index(to * full + box)
+            for box in gl.static_range(_BOXES):
+                place = x_ring.index(to * _BOXES + box)
                 tma.async_load(x, [begin + box * _BOX, depth], bar, place)
             if TAIL:
-                tma.async_load(x, [begin + MAIN, depth], bar, t_ring.index(to))
+                tma.async_load(x, [begin + _MAIN, depth], bar, t_ring.index(to))
         at += 1
     return at
 
@@ -76,12 +77,10 @@ def _copy_tile(
 def _gather_tile(
     x_ptr, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
     second: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr,
-    TAIL: gl.constexpr,
+    WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Gathers the tokens of one tile. Boxes without tokens are skipped."""
-    full: gl.constexpr = MAIN // _BOX
-    boxes: gl.constexpr = full + 1 if TAIL else full
+    boxes: gl.constexpr = _BOXES + 1 if TAIL else _BOXES
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, _BOX, gl.SliceLayout(1, flat))
     depths = gl.expand_dims(gl.arange(0, _DEPTH, gl.SliceLayout(0, flat)), 0)
@@ -102,8 +101,8 @@ def _gather_tile(
                 for panel in gl.static_range(PANELS):
                     to = stage * PANELS + panel
                     there = step * (PANELS * _DEPTH) + panel * _DEPTH + depths < inputs
-                    if box < full:
-                        _gather(x_ring.index(to * full + box), source, there, panel, inputs, k)
+                    if box < _BOXES:
+                        _gather(x_ring.index(to * _BOXES + box), source, there, panel, inputs, k)
                     else:
                         _gather(t_ring.index(to), source, there, panel, inputs, k)
         async_copy.commit_group()
@@ -137,17 +136,17 @@ def _fill(
     x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
     second: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     GATHER: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    MAIN: gl.constexpr, TAIL: gl.constexpr,
+    TAIL: gl.constexpr,
 ):  # fmt: skip
     if GATHER:
         at = _gather_tile(
             x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
-            second, inputs, k, choices, WEIGHT, PANELS, STAGES, MAIN, TAIL,
+            second, inputs, k, choices, WEIGHT, PANELS, STAGES, TAIL,
         )  # fmt: skip
     else:
         at = _copy_tile(
             x, w, x_ring, t_ring, w_ring, ready, free, at, begin, row,
-            second, k, WEIGHT, PANELS, STAGES, MAIN, TAIL,
+            second, k, WEIGHT, PANELS, STAGES, TAIL,
         )  # fmt: skip
     return at
 
@@ -158,7 +157,7 @@ def copy(
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
     second: gl.constexpr, rows: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr,
     choices: gl.constexpr, GATHER: gl.constexpr,
-    WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr,
+    WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies the tokens and weights of every step of each of the program's tiles. Programs that run
     at the same time share the tokens of a block.
@@ -172,15 +171,15 @@ def copy(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
         row = expert * rows + tile % columns * step
-        if end - begin > MAIN:
+        if end - begin > _MAIN:
             at = _fill(
                 x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
-                second, inputs, k, choices, GATHER, WEIGHT, PANELS, STAGES, MAIN, True,
+                second, inputs, k, choices, GATHER, WEIGHT, PANELS, STAGES, True,
             )  # fmt: skip
         else:
             at = _fill(
                 x, w, x_ring, t_ring, w_ring, ready, free, order_ptr, at, begin, end, row,
-                second, inputs, k, choices, GATHER, WEIGHT, PANELS, STAGES, MAIN, False,
+                second, inputs, k, choices, GATHER, WEIGHT, PANELS, STAGES, False,
             )  # fmt: skip
         expert, begin, end = later
     if GATHER:

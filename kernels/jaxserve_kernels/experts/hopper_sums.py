@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, ROWS
+from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, INT8, MXFP4, OTHER
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     MXFP4_POWER,
@@ -26,15 +26,18 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     nibbles,
 )
 
+_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
 HALF = gl.constexpr(ROWS // 2)
 """Rows of a warpgroup, of either half of a tile."""
-_SHORT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16]))
-_SHORT_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SHORT.value, 2))
-"""Layout of the sums of the BOX tokens that a tile may have beside its MAIN tokens, and of the left
-operand."""
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]))
+SHORT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16]))
+"""Layouts of sums: of the MAIN tokens that each tile has, and of the BOX more that it may have."""
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
+_SHORT_LEFT = gl.constexpr(gl.DotOperandLayout(0, SHORT.value, 2))
+_ROW = gl.constexpr(gl.SliceLayout(1, _LEFT.value))
 PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
 _OTHER = gl.constexpr(OTHER.value)
@@ -46,15 +49,14 @@ _MXFP4 = gl.constexpr(MXFP4.value)
 @gluon.jit
 def plain_sums(
     part: gl.constexpr, x_ring, t_ring, w_ring, ready, free, at,
-    k: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr,
+    k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of both halves of a tile, [HALF, MAIN] and [HALF, _BOX], from step `at` of
+    """Returns the sums of both halves of a tile, [HALF, _MAIN] and [HALF, _BOX], from step `at` of
     the rings on; and the step after the tile."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
-    left = gl.zeros([HALF, MAIN], gl.float32, layout)
-    right = gl.zeros([HALF, MAIN], gl.float32, layout)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, _SHORT)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, _SHORT)
+    left = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
+    right = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
+    short_left = gl.zeros([HALF, _BOX], gl.float32, SHORT)
+    short_right = gl.zeros([HALF, _BOX], gl.float32, SHORT)
     for step in range(k // _DEPTH):
         stage = at % STAGES
         mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
@@ -88,21 +90,19 @@ def plain_sums(
 @gluon.jit
 def code_sums(
     part: gl.constexpr, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, left_tile,
-    right_tile, at, k: gl.constexpr, STAGES: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr,
+    right_tile, at, k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     """`plain_sums` of codes, with a scale per 128 inputs or per row. The tiles of codes are those
     of the warpgroup's rows. While one warpgroup converts codes, the other one multiplies."""
     SCALED: gl.constexpr = KIND >= _INT4 or k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
-    row: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, layout, 2))
-    left = gl.zeros([HALF, MAIN], gl.float32, layout)
-    right = gl.zeros([HALF, MAIN], gl.float32, layout)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, _SHORT)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, _SHORT)
-    left_at = left_tile * (steps * 64) + gl.arange(0, 64, row)
-    right_at = right_tile * (steps * 64) + gl.arange(0, 64, row)
+    left = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
+    right = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
+    short_left = gl.zeros([HALF, _BOX], gl.float32, SHORT)
+    short_right = gl.zeros([HALF, _BOX], gl.float32, SHORT)
+    left_at = left_tile * (steps * 64) + gl.arange(0, 64, _ROW)
+    right_at = right_tile * (steps * 64) + gl.arange(0, 64, _ROW)
     left_scales = _scales(scale_ptr, zero_ptr, left_at, 0, SCALED, ZERO)
     right_scales = _scales(scale_ptr, zero_ptr, right_at, 0, SCALED, ZERO)
     for step in range(steps):
@@ -145,8 +145,8 @@ def _scales(scale_ptr, zero_ptr, at, step, SCALED: gl.constexpr, ZERO: gl.conste
 
 @gluon.jit
 def _of_rows(main, short, scale_ptr):
-    scale = gl.load(scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, main.type.layout)))
-    again = gl.convert_layout(scale, gl.SliceLayout(1, _SHORT), assert_trivial=True)
+    scale = gl.load(scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    again = gl.convert_layout(scale, gl.SliceLayout(1, SHORT), assert_trivial=True)
     return main * gl.expand_dims(scale, 1), short * gl.expand_dims(again, 1)
 
 
@@ -157,8 +157,7 @@ def _add_codes(
     ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of 128 inputs of codes to main and short."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, main.type.layout, 2)
-    planes = _unpacked(codes.load(operand), scales, KIND, SCALED, ZERO, UNPACK)
+    planes = _unpacked(codes.load(_LEFT), scales, KIND, SCALED, ZERO, UNPACK)
     width: gl.constexpr = codes.shape[1]
     for plane in gl.static_range(128 // width):
         panel = stage * 2 + plane * width // _DEPTH
