@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jaxserve.plan import StepPlan
 from jaxserve.startup import measure
 from jaxserve.startup.measure import step_times
 from jaxserve.step_times import StepTimes, VerifyTime
@@ -85,3 +88,32 @@ def test_times_of_other_buckets_are_not_taken(
     times(file)
     times(file, make_config(decode=(1, 2, 4), prefill=(8, 32)))
     assert len(measurements) == 2
+
+
+class _Recorder:
+    """Stands for a runner whose steps take 5 ms, and keeps their plans."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        done = SimpleNamespace(block_until_ready=lambda: time.sleep(0.005))
+        return SimpleNamespace(results=done)
+
+
+def test_measured_prompts_end_with_their_rows() -> None:
+    """Recurrent layers compute only a prompt's tokens in blocks, as they do in serving."""
+    runner: Any = _Recorder()
+    measure.measure(runner, CONFIG)
+    rows = [
+        (row, admission)
+        for plan in runner.plans
+        for row, admission in zip(plan.rows, plan.admissions, strict=False)
+    ]
+    prompts = [(row, admission) for row, admission in rows if row.tokens]
+    assert prompts
+    assert all(
+        admission.num_prompt == row.start + len(row.tokens) and admission.slot == row.slot
+        for row, admission in prompts
+    )
