@@ -112,6 +112,14 @@ PROOFS = {
         1,
         ("scripts/bench_link.py --out {out}/link.json",),
     ),
+    "offload": Proof(
+        "first tokens from every tier, streams beside restores with and without a bound, chats",
+        5,
+        (
+            "scripts/bench_offload.py --load-rate 9G,11G --out {out}/offload.json"
+            " -- --model qwen3-4b --load-format dummy",
+        ),
+    ),
     "sampler": Proof(
         "the sampler alone", 1, ("scripts/bench_sampler.py --out {out}/sampler.json",)
     ),
