@@ -3,7 +3,8 @@
     python scripts/bench_offload.py --out offload.json -- --model qwen3-4b --load-format dummy FLAGS
 
 Flags after `--` are the server's, e.g. --kv-offload-size 56G --kv-cache-memory-bytes 9G
---decode-buckets 1,4,16; `offload` in scripts/proofs.py has them all. One engine in this process runs all parts:
+--decode-buckets 1,4,16; `offload` in scripts/proofs.py has them all. One engine in this process
+runs all parts:
 
 - ttft: milliseconds from a request to its first token, median of `--repeats`: cold, and with the
   prefix on the device, only in host memory, and only on disk
