@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import jax
+
 from jaxserve.api import SamplingParams
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan, Verify
 from jaxserve.runner.programs import RunnerConfig
@@ -33,6 +35,10 @@ clocks are higher than later."""
 _BUSY = 0.05
 """Seconds of equal steps before a mixed bucket is measured. A GPU that rests between steps clocks
 higher than in serving."""
+
+_BUSY_SPREAD, _SPREAD_STEPS = 1.5, 32
+"""If the slower of so many equal steps take this many times as long as the faster ones, the GPU or
+the processor does other work. A rule; what idle machines differ by was not measured."""
 
 _CONTEXT = 2048
 _ROWS = 64
@@ -64,7 +70,8 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
     """Returns the times in `file`, which `jaxserve precompile` or an earlier start wrote. Otherwise
     measures them.
 
-    If the file cannot be read or written, the next start measures again.
+    If the file cannot be read or written, or if the machine was busy with other work, the next start
+    measures again.
     """
     kept = kept_times(config, file)
     if kept is not None:
@@ -72,9 +79,25 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
         return kept
     times = measure(runner, config)
     log.info("step times, measured: %s", times.described())
+    spread = None if jax.default_backend() == "cpu" else spread_of(runner, config)
+    if spread is not None and spread[1] > _BUSY_SPREAD * spread[0]:
+        log.warning(
+            "the machine was busy with other work while steps were timed: equal steps took %.2f to "
+            "%.2f ms. Chunks of prompts may have the wrong size. Start again when it is idle",
+            *(1e3 * each for each in spread),
+        )
+        return times
     with contextlib.suppress(OSError):
         times.save(file)
     return times
+
+
+def spread_of(runner: Runner, config: RunnerConfig) -> tuple[float, float]:
+    """Returns the seconds of a fast and of a slow step among equal ones, without the few fastest
+    and slowest: a thread that is interrupted may delay these."""
+    seconds = _Stopwatch(runner, config)
+    steps = sorted(seconds.each(_decode_rows(min(config.buckets.decode), 1), _SPREAD_STEPS))
+    return steps[_SPREAD_STEPS // 8], steps[-1 - _SPREAD_STEPS // 8]
 
 
 def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
@@ -184,6 +207,10 @@ class _Stopwatch:
             return first
         before = 1 if plan.kind != "mixed" else 1 + int(_BUSY / first)
         return median(self._run(plan, before + _REPEATS)[before:])
+
+    def each(self, rows: Iterable[Row], count: int) -> list[float]:
+        """Returns the seconds of each of `count` equal steps, after a few others."""
+        return self._run(self._placed(_plan(rows)), 2 + count)[2:]
 
     def of_verify(self, rows: int, positions: int, context: int) -> VerifyTime:
         """Returns the times of a full verify bucket: without context, and with `context` tokens per

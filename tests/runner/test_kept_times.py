@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxserve.plan import StepPlan
@@ -91,14 +92,17 @@ def test_times_of_other_buckets_are_not_taken(
 
 
 class _Recorder:
-    """Stands for a runner whose steps take 5 ms, and keeps their plans."""
+    """Stands for a runner whose steps take 5 ms, every second one `others` seconds more. Keeps
+    their plans."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: float = 0.0) -> None:
         self.plans: list[StepPlan] = []
+        self._others = others
 
     def launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
-        done = SimpleNamespace(block_until_ready=lambda: time.sleep(0.005))
+        seconds = 0.005 + len(self.plans) % 2 * self._others
+        done = SimpleNamespace(block_until_ready=lambda: time.sleep(seconds))
         return SimpleNamespace(results=done)
 
 
@@ -117,3 +121,21 @@ def test_measured_prompts_end_with_their_rows() -> None:
         admission.num_prompt == row.start + len(row.tokens) and admission.slot == row.slot
         for row, admission in prompts
     )
+
+
+@pytest.mark.parametrize(("others", "kept"), [(0.0, True), (0.02, False)])
+def test_times_of_a_busy_gpu_are_not_kept(
+    tmp_path: Path,
+    measurements: list[StepTimes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    others: float,
+    kept: bool,
+) -> None:
+    """Every second step waits for the work of another process."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    runner: Any = _Recorder(others)
+    file = tmp_path / "step_times.json"
+    assert step_times(runner, CONFIG, file) == MEASURED
+    assert file.exists() == kept
+    assert ("busy with other work" in caplog.text) != kept
