@@ -70,8 +70,8 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
     """Returns the times in `file`, which `jaxserve precompile` or an earlier start wrote. Otherwise
     measures them.
 
-    If the file cannot be read or written, or if the machine was busy with other work, the next start
-    measures again.
+    If the file cannot be read or written, or if the machine was busy with other work, the next
+    start measures again.
     """
     kept = kept_times(config, file)
     if kept is not None:
