@@ -48,9 +48,11 @@ def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
     check_rule(mix, CONFIG, dtype, at_once, HOPPER, bounds)
 
 
-def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own() -> None:
-    """Hopper's kernel, with the models' heads: a row that goes on, and one of two blocks."""
-    heads = Heads(key_heads=1, value_heads=2, key_dim=128, value_dim=128)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64)])
+def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own(key_dim: int, value_dim: int) -> None:
+    """Hopper's kernel, with the models' heads and others: a row that goes on, and one of two
+    blocks."""
+    heads = Heads(key_heads=1, value_heads=2, key_dim=key_dim, value_dim=value_dim)
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
     assert hopper_blocks.fits(heads, config.block, jnp.bfloat16)
     mix = Mix([Part(1, 64, 64), Part(2, 0, 130), Part(0, 7, 1)], 256, (4, 128, 130, 0, 0))

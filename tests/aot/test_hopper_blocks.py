@@ -1,0 +1,25 @@
+"""The state carried from block to block on Hopper, as ptxas makes it for an H100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
+
+
+@pytest.mark.parametrize("value_heads", [48, 32], ids=["27b", "35b_a3b"])
+def test_the_program_fits_and_its_products_do_not_wait(value_heads: int, tmp_path: Path) -> None:
+    from jaxserve_kernels.gated_delta_rule.hopper_blocks import _advance
+
+    types = {
+        "of_keys": tma_blocks(64, 128), "of_values": tma_blocks(64, 32, swizzle=64),
+        "solved": tma_blocks(128, 64), "scores": tma_blocks(64, 64),
+        "factors_ptr": "*fp32", "state_ptr": "*fp32", "out_ptr": "*bf16",
+        "layer": "i32", "slots": "i32",
+    }  # fmt: skip
+    constants = {"key_heads": 16, "value_heads": value_heads, "KEY": 128, "VALUE": 128}
+    kernel = compile_kernel(_advance, types, constants)
+    check_registers_and_memory(kernel, tmp_path)
+    assert kernel.metadata.num_warps == 16  # three warpgroups, and one for the producer's warp
