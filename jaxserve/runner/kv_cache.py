@@ -20,9 +20,10 @@ _WINDOWS = 2
 second half serves cached prefixes. More pages would shrink the groups that hold whole sequences."""
 
 
-SNAPSHOT_STRIDE = 1024
-"""Prompt tokens between two snapshots of recurrent state. In the supported models, a snapshot is as
-large as the keys and values of 1,500 to 3,100 tokens."""
+SNAPSHOT_STRIDE = 2048
+"""Prompt tokens between two snapshots of recurrent state. Chunks of prompts end there, so this is
+the largest useful chunk. In the supported models, a snapshot is as large as the keys and values of
+1,500 to 3,100 tokens."""
 
 
 class Demand(NamedTuple):
