@@ -159,9 +159,9 @@ class StepPlan:
     """One step.
 
     The device first applies `states` in order: a copy reads the results of the copies before it.
-    Then it applies `admissions` and `pages`, and then it computes the rows. In
-    every layer all rows write their keys and values before any row reads them. So a row may share
-    pages that another row of the same plan fills.
+    Then it applies `admissions` and `pages`, and then it computes the rows. In every layer all rows
+    write their keys and values before any row reads them. So a row may share pages that another row
+    of the same plan fills.
     """
 
     rows: tuple[Row, ...]

@@ -36,7 +36,7 @@ _BUSY = 0.05
 """Seconds of equal steps before a mixed bucket is measured. A GPU that rests between steps clocks
 higher than in serving."""
 
-_BUSY_SPREAD, _SPREAD_STEPS = 1.5, 32
+_MOST_SPREAD, _SPREAD_STEPS = 1.5, 32
 """If the slower of so many equal steps take this many times as long as the faster ones, the GPU or
 the processor does other work. A rule; what idle machines differ by was not measured."""
 
@@ -80,7 +80,7 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
     times = measure(runner, config)
     log.info("step times, measured: %s", times.described())
     spread = None if jax.default_backend() == "cpu" else spread_of(runner, config)
-    if spread is not None and spread[1] > _BUSY_SPREAD * spread[0]:
+    if spread is not None and spread[1] > _MOST_SPREAD * spread[0]:
         log.warning(
             "the machine was busy with other work while steps were timed: equal steps took %.2f to "
             "%.2f ms. Chunks of prompts may have the wrong size. Start again when it is idle",
