@@ -203,6 +203,7 @@ def streams(
         "prompts in turn": f"{len(prompts)} of {length} tokens",
         "alone": round(alone.tokens, 1),
         "engine alone, ms per turn": round(alone.work.seconds / alone.work.turns * 1e3, 3),
+        "late steps alone, per turn": round(alone.work.late / alone.work.turns, 4),
     }
     in_turn = itertools.cycle(prompts)
     restoring = run.rate(in_turn)
@@ -211,7 +212,7 @@ def streams(
     for name, load_rate in load_rates.items():
         with bench.bounded(load_rate):
             rate = run.rate(in_turn)
-        figures = beside_mixed(bench, rate, length, alone.tokens)
+        figures = beside_restores(bench, rate, length, alone.tokens)
         result[f"beside restores with --kv-offload-load-rate {name}"] = figures
         yield result
     paced = result["beside so many restores per second"] = dict[str, Any]()
@@ -245,13 +246,6 @@ def beside_restores(bench: Bench, rate: Rate, length: int, alone: float) -> dict
     if bench.host.decision is not None:
         found["last decision"] = bench.host.decision._asdict()
     return found
-
-
-def beside_mixed(bench: Bench, rate: Rate, length: int, alone: float) -> dict[str, Any]:
-    """Returns the figures although the policy may compute some prefixes whose turn comes late, and
-    the share of restored ones."""
-    whole = sum(bench.found[name][1] >= WHOLE * length for name in rate.ended)
-    return rate.beside(alone) | {"restored": f"{whole} of {len(rate.ended)} requests"}
 
 
 def fastest(points: Sequence[dict[str, Any]], share: float = 0.97) -> tuple[float, float] | None:

@@ -116,7 +116,7 @@ PROOFS = {
         "first tokens from every tier, streams beside restores with and without a bound, chats",
         5,
         (
-            "scripts/bench_offload.py --repeats 3 --load-rate 9G,11G --out {out}/offload.json"
+            "scripts/bench_offload.py --repeats 3 --load-rate 5G,7G,9G --out {out}/offload.json"
             " -- --model qwen3-4b --load-format dummy --cache-dir {cache} --kv-offload-size 56G"
             " --kv-offload-disk-size 24G --kv-cache-memory-bytes 9G --max-model-len 20480"
             " --decode-buckets 1,4,16 --prefill-buckets 64,128,256,1024,2048"

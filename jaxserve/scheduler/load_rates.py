@@ -20,8 +20,8 @@ _TRIAL = 1.02
 
 
 MOST_WAIT = 5.0
-"""The most seconds that a sequence may have to wait for its load to begin, if nobody knows how long
-computing would take."""
+"""The most seconds that a sequence may have to wait for its load to begin. If its turn comes later,
+its prefix is computed, so that more requests than the bound allows do not wait ever longer."""
 
 
 class Decision(NamedTuple):
@@ -42,9 +42,14 @@ class Decision(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        if self.prefill_seconds is None:
-            return self.wait <= MOST_WAIT
-        return self.wait + self.seconds <= self.prefill_seconds
+        """Whether the load is faster than computing, and its turn comes soon enough.
+
+        The wait is not compared with computing. Loads wait for the sake of running sequences, and
+        computing would delay these far more than the load does.
+        """
+        if self.wait > MOST_WAIT:
+            return False
+        return self.prefill_seconds is None or self.seconds <= self.prefill_seconds
 
 
 class LoadRates:
