@@ -60,13 +60,16 @@ def test_few_tokens(name: str, tokens: int) -> None:
     assert relative_error(both, gating(exact(x, weight))) < GATED
 
 
-@pytest.mark.parametrize("out", [576, 640, 768])
+@pytest.mark.parametrize("tokens", [33, 64])
+@pytest.mark.parametrize("out", [384, 640, 1152, 128])
 @pytest.mark.parametrize("name", ["int4", "int4-g64", "int4-zeros"])
-def test_programs_that_share_a_tile_of_rows(name: str, out: int) -> None:
-    """Of four multiprocessors: a ninth tile is shared by all, two by two each, four by nobody."""
-    x, weight = tokens_and_weight(40, out, 1024, WEIGHTS[name])
+def test_programs_with_equally_many_k_steps(name: str, out: int, tokens: int) -> None:
+    """Four programs for tiles of 192 rows and 8 k-steps: two tiles, of which each has a half; four,
+    one for each, of which the last is not whole; six, so that each has one and a half; one tile for
+    all."""
+    x, weight = tokens_and_weight(tokens, out, 1024, WEIGHTS[name])
     target = gpu(90, multiprocessors=4)
-    call = config.Call.of(weight, 40, gated=True, target=target)
+    call = config.Call.of(weight, tokens, gated=True, target=target)
     assert call is not None
     chosen = config.stream_k(call)
     both = gated_product(triton_stream_k, x, weight, chosen, target=target)

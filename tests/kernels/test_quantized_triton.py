@@ -135,7 +135,7 @@ def test_a_pass_beforehand_makes_what_a_copy_is(name: str) -> None:
         (32, 256, 640),
         (50, 256, 512),
         (40, 2560, 9728),
-        (64, 256, 12_288),
+        (64, 512, 17_408),
     ],
 )
 def test_a_chain_of_products_equals_its_definition(tokens: int, embed: int, ffn: int) -> None:

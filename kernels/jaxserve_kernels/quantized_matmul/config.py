@@ -206,19 +206,6 @@ def stream_k(call: Call) -> Config:
     return Config(method="stream_k", tokens=64, num_stages=stages)
 
 
-def stream_k_of(row_tiles: int, steps: int, *, target: Target) -> tuple[int, int]:
-    """The division of work of `triton_stream_k`: the number of programs that share a third tile of
-    rows, and the number of programs.
-
-    Each program that shares a tile multiplies at least one of its `steps` tiles of inputs.
-    """
-    third = row_tiles - 2 * target.gpu.multiprocessors
-    if not 0 < 2 * third <= target.gpu.multiprocessors:
-        return 1, -(-row_tiles // 3)
-    each = -(-steps // min(target.gpu.multiprocessors // third, steps))
-    return -(-steps // each), target.gpu.multiprocessors
-
-
 def steps(tiles: int, splits: int, k_tiles: int) -> int:
     """Input tiles of each split but the last, which may have fewer. A multiple of `k_tiles`, unless
     all splits have the same number."""

@@ -1,14 +1,15 @@
 """Gated products of 33 to 64 tokens with 4-bit integers, with PDL: warpgroups share the tokens.
 
 As in `triton_streaming`, codes are copied to a ring in shared memory while earlier kernels run.
-There, three programs on a multiprocessor copy the tokens three times. Here, a program has three
+There, three programs on a multiprocessor copy the tokens three times. Here, one program has three
 warpgroups with 64 weight rows each, which share one copy of the tokens, and four warps that copy.
 No barrier joins all warps: a ring stage is ready when it has been copied, and free when all three
 warpgroups have used it.
 
-If there are fewer than three row tiles per multiprocessor, all programs still get equal work: two
-whole tiles, and a share of the inputs of a third (stream-K). The program with a tile's first share
-passes its sums on to the one with the second, and so on.
+All programs get equally many k-steps (stream-K): tiles of rows lie one behind the other, and each
+program takes a range of their k-steps. So a range may begin and end within a tile. A program begins
+with the tile that it does not end, stores these sums, and ends with the tile that it did not begin,
+to which it adds the sums of the programs before it. These were stored long before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
-from jaxserve_kernels.quantized_matmul.config import Config, stream_k_of
+from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_k_step import add_k_steps
 from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
@@ -40,31 +41,42 @@ _INT4 = gl.constexpr(INT4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 _ROWS = gl.constexpr(64)
-"""Weight rows of a tile: those of one warpgroup."""
+"""Weight rows of a warpgroup."""
 
 _GROUPS = gl.constexpr(3)
 """Warpgroups that multiply."""
 
+_BEHIND = gl.constexpr(3)
+"""Copies of tokens under way before the first is waited for."""
+
 
 @gluon.jit
-def _place(
-    group: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, SPLITS: gl.constexpr
-):  # fmt: skip
-    """A warpgroup's row tile, and its range of steps, which is empty if there is no such tile."""
-    program = gl.program_id(0)
-    begin = 0
-    end = steps
-    if SPLITS == 1:
-        tile = program * _GROUPS + group
-    elif group < _GROUPS - 1:
-        tile = program * (_GROUPS - 1) + group
-    else:
-        each: gl.constexpr = (steps + SPLITS - 1) // SPLITS
-        gl.static_assert((SPLITS - 1) * each < steps)  # the last share stores the tile
-        tile = gl.num_programs(0) * (_GROUPS - 1) + program // SPLITS
-        begin = program % SPLITS * each
-        end = gl.minimum(begin + each, steps)
-    return tile, begin, gl.where(tile < row_tiles, end, begin)
+def _range(total: gl.constexpr, EACH: gl.constexpr):
+    """The first k-step of the program, and the one after its last, among those of all tiles."""
+    first = gl.program_id(0) * EACH
+    return first, gl.minimum(first + EACH, total)
+
+
+@gluon.jit
+def _next(stage, phase, STAGES: gl.constexpr):
+    """The ring's next stage, and the phase of its barriers."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _part(index, steps: gl.constexpr, tiles: gl.constexpr, EACH: gl.constexpr):
+    """The program's `index`-th tile, from its last to its first, and its k-steps in it."""
+    first, end = _range(tiles * steps, EACH)
+    tile = (end - 1) // steps - index
+    return tile, gl.maximum(first - tile * steps, 0), gl.minimum(end - tile * steps, steps)
+
+
+@gluon.jit
+def _parts(steps: gl.constexpr, tiles: gl.constexpr, EACH: gl.constexpr):
+    """The number of tiles of which the program has k-steps."""
+    first, end = _range(tiles * steps, EACH)
+    return (end - 1) // steps - first // steps + 1
 
 
 @gluon.jit
@@ -72,95 +84,133 @@ def _multiply(
     word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr, flag_ptr,
     group: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
-    groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
+    groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    EACH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One of the warpgroups that multiply."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    tile, begin, end = _place(group, steps, row_tiles, SPLITS)
-    acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-        if (step >= begin) & (step < end):
-            fence_async_shared()
+    tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
+    stage = 0
+    phase = 0
+    for index in range(_parts(steps, tiles, EACH)):
+        tile, begin, end = _part(index, steps, tiles, EACH)
+        rows = tile * _GROUPS + group
+        acc = gl.zeros([_ROWS, TOKENS], gl.float32, mma)
+        for _ in range(begin, end):
+            mbarrier.wait(ready.index(stage), phase)
             place = stage * _GROUPS + group
             acc = add_k_steps(
                 acc, word_ring.index(place), scale_ring.index(place), zero_ring.index(place),
                 x_ring.index(stage), 1, groups, _ROWS, TOKENS, _INT4, ZERO,
             )  # fmt: skip
-            if SPLITS > 1 and group == _GROUPS - 1:  # noqa: SIM102  (known beforehand)
-                if step == end - 1:
-                    acc = _hand_on(acc, partial_ptr, flag_ptr, SPLITS)
-        mbarrier.arrive(free.index(stage), count=1)
-    finishes = begin < end
-    if SPLITS > 1 and group == _GROUPS - 1:  # the program with the last share stores the tile
-        finishes = finishes & (gl.program_id(0) % SPLITS == SPLITS - 1)
-    if finishes:
-        finish(acc * 64.0, out_ptr, tile, tokens, n, GATED)  # less_zero
+            mbarrier.arrive(free.index(stage), count=1)
+            stage, phase = _next(stage, phase, STAGES)
+        if rows < row_tiles:
+            if end < steps:
+                _leave(acc, partial_ptr, flag_ptr, group)
+            else:
+                if begin > 0:
+                    acc = _add_parts(acc, partial_ptr, flag_ptr, tile * steps // EACH, group)
+                finish(acc * 64.0, out_ptr, rows, tokens, n, GATED)  # less_zero
 
 
 @gluon.jit
-def _hand_on(acc, partial_ptr, flag_ptr, SPLITS: gl.constexpr):
-    """Adds the sums of earlier shares of the tile, and passes the total on to the next share.
-    Earlier shares finish earlier, so waits are short. All programs run at once (`residency`)."""
-    program = gl.program_id(0)
+def _partial(partial_ptr, program, group: gl.constexpr, acc):
+    """Pointers to the sums that a program's warpgroup leaves to others, [rows, tokens]."""
     TOKENS: gl.constexpr = acc.shape[1]
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
-    partial = partial_ptr + program * (_ROWS * TOKENS) + row * TOKENS + token
-    if program % SPLITS > 0:
-        while gl.atomic_add(flag_ptr + program - 1, 0, sem="acquire", scope="gpu") == 0:
+    return partial_ptr + ((program * _GROUPS + group) * _ROWS + row) * TOKENS + token
+
+
+@gluon.jit
+def _leave(acc, partial_ptr, flag_ptr, group: gl.constexpr):
+    """Stores the sums of a tile that a later program ends."""
+    program = gl.program_id(0)
+    gl.store(_partial(partial_ptr, program, group, acc), acc)
+    gl.barrier()
+    gl.atomic_xchg(flag_ptr + program * _GROUPS + group, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _add_parts(acc, partial_ptr, flag_ptr, first, group: gl.constexpr):
+    """Adds the sums that the programs from `first` on have left. All run at once (`residency`)."""
+    for program in range(first, gl.program_id(0)):
+        flag = flag_ptr + program * _GROUPS + group
+        while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") == 0:
             pass
         gl.barrier()
-        acc += gl.load(partial - _ROWS * TOKENS)
-    if program % SPLITS < SPLITS - 1:
-        gl.store(partial, acc)
-        gl.barrier()
-        gl.atomic_xchg(flag_ptr + program, 1, sem="release", scope="gpu")
+        acc += gl.load(_partial(partial_ptr, program, group, acc))
     return acc
+
+
+@gluon.jit
+def _pointers(
+    packed_ptr, rows, step,
+    n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, groups: gl.constexpr,
+):  # fmt: skip
+    """Pointers to the words of a warpgroup's rows in a k-step, and offsets of their scales. If the
+    rows are past the last ones: those of the last ones."""
+    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
+    rows = gl.minimum(rows, row_tiles - 1)
+    row = rows_of(rows, gl.arange(0, _ROWS, gl.SliceLayout(1, word_copy)), n, True, _ROWS)
+    at = (row // 64 * steps + step).to(gl.int64) * 2048 + row % 64 * 32
+    words = packed_ptr + at[:, None] + gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
+    lane = gl.arange(0, groups * _ROWS, flat)
+    row = rows_of(rows, lane % _ROWS, n, True, _ROWS)
+    return words, ((row // 64 * steps + step) * groups + lane // _ROWS) * 64 + row % 64
 
 
 @gluon.jit
 def _copy_codes(
     packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
     n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
-    groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """Two warps that copy codes. They do not wait for earlier kernels."""
-    word_copy: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [2, 1], [1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
-    word = gl.arange(0, 32, gl.SliceLayout(0, word_copy))[None, :]
-    word_lane = gl.arange(0, _ROWS, gl.SliceLayout(1, word_copy))
-    lane = gl.arange(0, groups * _ROWS, flat)
-    for step in range(steps):
-        stage = step % STAGES
-        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-        for group in gl.static_range(_GROUPS):
-            tile, begin, end = _place(group, steps, row_tiles, SPLITS)
-            if (step >= begin) & (step < end):
-                place = stage * _GROUPS + group
-                row = rows_of(tile, word_lane, n, True, _ROWS)
-                at = (row // 64 * steps + step).to(gl.int64) * 2048 + row % 64 * 32
-                source = packed_ptr + at[:, None] + word
-                async_copy.async_load(word_ring.index(place), source)
-                row = rows_of(tile, lane % _ROWS, n, True, _ROWS)
-                at = ((row // 64 * steps + step) * groups + lane // _ROWS) * 64 + row % 64
-                async_copy.async_load(scale_ring.index(place), scale_ptr + at)
-                if ZERO != _NO_ZERO:
-                    source = zero_ptr + at
-                    async_copy.async_load(zero_ring.index(place), source)
-        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+    gl.static_assert(_GROUPS == 3)
+    tiles: gl.constexpr = (row_tiles + 2) // 3
+    stage = 0
+    phase = 1
+    for index in range(_parts(steps, tiles, EACH)):
+        tile, begin, end = _part(index, steps, tiles, EACH)
+        a, a_at = _pointers(packed_ptr, tile * 3, begin, n, steps, row_tiles, groups)
+        b, b_at = _pointers(packed_ptr, tile * 3 + 1, begin, n, steps, row_tiles, groups)
+        c, c_at = _pointers(packed_ptr, tile * 3 + 2, begin, n, steps, row_tiles, groups)
+        for _ in range(begin, end):
+            mbarrier.wait(free.index(stage), phase)
+            async_copy.async_load(word_ring.index(stage * 3), a)
+            async_copy.async_load(word_ring.index(stage * 3 + 1), b)
+            async_copy.async_load(word_ring.index(stage * 3 + 2), c)
+            async_copy.async_load(scale_ring.index(stage * 3), scale_ptr + a_at)
+            async_copy.async_load(scale_ring.index(stage * 3 + 1), scale_ptr + b_at)
+            async_copy.async_load(scale_ring.index(stage * 3 + 2), scale_ptr + c_at)
+            if ZERO != _NO_ZERO:
+                async_copy.async_load(zero_ring.index(stage * 3), zero_ptr + a_at)
+                async_copy.async_load(zero_ring.index(stage * 3 + 1), zero_ptr + b_at)
+                async_copy.async_load(zero_ring.index(stage * 3 + 2), zero_ptr + c_at)
+            async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+            a += 2048
+            b += 2048
+            c += 2048
+            a_at += groups * 64
+            b_at += groups * 64
+            c_at += groups * 64
+            stage, phase = _next(stage, phase, STAGES)
 
 
 @gluon.jit
 def _copy_tokens(
     x_ptr, x_ring, ready, free,
-    tokens: gl.constexpr, k: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    tokens: gl.constexpr, k: gl.constexpr, row_tiles: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, EACH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Two warps that copy tokens, after earlier kernels have ended. When all copies are issued, the
-    next kernel may start."""
+    next kernel may start. A stage is ready when its copy has arrived and is fenced, some copies
+    later: so the warps that multiply need no fence."""
+    steps: gl.constexpr = k // 128
+    tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
@@ -168,13 +218,30 @@ def _copy_tokens(
     there, _ = gl.broadcast(token < tokens, source)
     if EARLY:
         gdc_wait()
-    for step in range(k // 128):
-        stage = step % STAGES
-        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-        async_copy.async_load(x_ring.index(stage), source + step * 128, mask=there)
-        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+    stage = 0
+    phase = 1
+    done = 0  # the next stage to be ready
+    issued = 0
+    for index in range(_parts(steps, tiles, EACH)):
+        _tile, begin, end = _part(index, steps, tiles, EACH)
+        for step in range(begin, end):
+            mbarrier.wait(free.index(stage), phase)
+            async_copy.async_load(x_ring.index(stage), source + step * 128, mask=there)
+            async_copy.commit_group()
+            stage, phase = _next(stage, phase, STAGES)
+            issued += 1
+            if issued > _BEHIND:
+                async_copy.wait_group(_BEHIND)
+                fence_async_shared()
+                mbarrier.arrive(ready.index(done), count=1)
+                done = gl.where(done == STAGES - 1, 0, done + 1)
     if EARLY:
         gdc_launch_dependents()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    for _ in range(gl.minimum(issued, _BEHIND)):
+        mbarrier.arrive(ready.index(done), count=1)
+        done = gl.where(done == STAGES - 1, 0, done + 1)
 
 
 @gluon.jit
@@ -182,10 +249,10 @@ def _product(
     x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, GATED: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, GATED: gl.constexpr,
     EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """n: rows of the result, half of the weight's. SPLITS: programs that share the third tile."""
+    """n: rows of the result, half of the weight's. EACH: k-steps of a program."""
     steps: gl.constexpr = k // 128
     groups: gl.constexpr = 128 // GROUP
     row_tiles: gl.constexpr = 2 * n // _ROWS
@@ -204,31 +271,33 @@ def _product(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=128)  # the threads that copy
+        mbarrier.init(ready.index(stage), count=64 + 1)  # the threads that copy codes; the tokens
         mbarrier.init(free.index(stage), count=_GROUPS)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SPLITS,
+                flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, EACH,
                 GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SPLITS,
+                flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, EACH,
                 GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, SPLITS,
+                flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, EACH,
                 GATED,
             )),
             (_copy_codes, (
                 packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
-                n, steps, row_tiles, groups, ZERO, STAGES, SPLITS,
+                n, steps, row_tiles, groups, ZERO, STAGES, EACH,
             )),
-            (_copy_tokens, (x_ptr, x_ring, ready, free, tokens, k, TOKENS, STAGES, EARLY)),
+            (_copy_tokens, (
+                x_ptr, x_ring, ready, free, tokens, k, row_tiles, TOKENS, STAGES, EACH, EARLY,
+            )),
         ],
         [4, 4, 2, 2],
         [144, 144, 72, 72],
@@ -247,8 +316,12 @@ def launch(
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
-    shares, programs = stream_k_of(weight.shape[0] // _ROWS.value, k // 128, target=target)
-    partial = (programs, _ROWS.value, config.tokens) if shares > 1 else (1,)
+    steps = k // 128
+    tiles = -(-weight.shape[0] // (_ROWS.value * _GROUPS.value))
+    each = -(-tiles * steps // target.gpu.multiprocessors)
+    programs = -(-tiles * steps // each)
+    shared = each % steps > 0  # some programs have parts of tiles
+    partial = (programs, _GROUPS.value * _ROWS.value, config.tokens) if shared else (1,)
     return triton_call(
         x, *arrays(weight),
         kernel=_product,
@@ -257,13 +330,13 @@ def launch(
         out_type=(
             out_type,
             jax.ShapeDtypeStruct(partial, jnp.float32),
-            jax.ShapeDtypeStruct((programs,) if shares > 1 else (1,), jnp.int32),
+            jax.ShapeDtypeStruct((programs * _GROUPS.value,) if shared else (1,), jnp.int32),
         ),
-        zeroed_outputs=(2,) if shares > 1 else (),
-        together=shares > 1,
+        zeroed_outputs=(2,) if shared else (),
+        together=shared,
         grid=(programs,),
         num_warps=4,
         tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
-        TOKENS=config.tokens, STAGES=config.num_stages, SPLITS=shares,
+        TOKENS=config.tokens, STAGES=config.num_stages, EACH=each,
         GATED=gating(activation),
     )[0]  # fmt: skip
