@@ -153,11 +153,6 @@ class ModelSpec:
         return next((each for each in blocks if isinstance(each, ExpertsSpec)), None)
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all layers have parameters of the same shapes."""
-        return (self.feed_forward is None or self.experts is None) and self.state is None
-
-    @property
     def q_heads(self) -> int:
         """Query heads of each layer."""
         return self.attention.q_heads

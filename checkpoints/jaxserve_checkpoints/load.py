@@ -172,11 +172,15 @@ def encoded_parts(
             release(checkpoint, [source])
 
 
+class MixedFormats(CheckpointError):
+    """Layers that would be stacked are not quantised alike."""
+
+
 def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str, PackedModules]:
     """Returns the leaves that the checkpoint stores quantised, with ShapeDtypeStructs.
 
     Raises:
-      CheckpointError: layers of one stacked leaf differ.
+      MixedFormats: layers of one stacked leaf differ.
     """
     if not isinstance(checkpoint, QuantizedCheckpoint):
         return {}
@@ -185,9 +189,9 @@ def packed_leaves(checkpoint: Stored, sources: Sequence[LeafSource]) -> dict[str
         packed = checkpoint.packed(source.tensors, source.path, source.transforms, abstract=True)
         packed = None if packed is None else packed.abstract
         if found.setdefault(source.part.owner, packed) != packed:
-            raise CheckpointError(
+            raise MixedFormats(
                 f"{checkpoint.folder}: {source.path} is not quantised as the same matrix of the "
-                "layers before it; supported is one format for all layers"
+                "layers before it"
             )
     return {path: packed for path, packed in found.items() if packed is not None}
 

@@ -2,8 +2,10 @@
 
 A leaf's path is `jax.tree_util.keystr(path, simple=True, separator=".")`: "layers.3.qkv". A tree
 may stack all layers' weights of a kind in one leaf: "layers.qkv" then consists of the parts
-"layers.0.qkv", "layers.1.qkv", ... Experts are always stacked: "layers.3.experts.down" consists of
-the parts "layers.3.experts.0.down", ..., and so may "layers.experts.down" of all layers.
+"layers.0.qkv", "layers.1.qkv", ... If only some layers have such a weight, a dictionary's key has
+their numbers: "layers.(3, 7).qkv" consists of "layers.3.qkv" and "layers.7.qkv". Experts are always
+stacked: "layers.3.experts.down" consists of the parts "layers.3.experts.0.down", ..., and so may
+"layers.experts.down" of all layers.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from jaxserve_checkpoints.rules import (
 )
 
 _MAX_PROBLEMS = 20
+_SOME = re.compile(r"\blayers\.\(([0-9, ]+)\)\.")
 _STACKED = re.compile(r"\b(layers|experts)\.(?=[A-Za-z_])")
 _NUMBERED = re.compile(r"\b(layer|expert)s\.([0-9]+)\.")
 _NUMBER = re.compile(r"\b(layers|experts)\.[0-9]+\.")
@@ -133,16 +136,17 @@ def leaf_parts(tree: Any) -> list[LeafPart]:
     expert."""
     parts: list[LeafPart] = []
     for path, leaf in leaf_paths(tree):
-        axes = len(_STACKED.findall(path))
+        some, whole = _SOME.search(path), _SOME.sub("layers.", path)
+        axes = len(_STACKED.findall(whole))
         if not axes:
             parts.append(LeafPart(path, leaf, path, ()))
             continue
-        numbered = _STACKED.sub(r"\1.{}.", path)
+        numbered = _STACKED.sub(r"\1.{}.", whole)
         each = jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype, sharding=leaf.sharding)
-        parts += [
-            LeafPart(numbered.format(*index), each, path, index)
-            for index in np.ndindex(leaf.shape[:axes])
-        ]
+        layers = [int(number) for number in re.findall("[0-9]+", some[1])] if some else None
+        for place in np.ndindex(leaf.shape[:axes]):
+            numbers = place if layers is None else (layers[place[0]], *place[1:])
+            parts.append(LeafPart(numbered.format(*numbers), each, path, place))
     return parts
 
 

@@ -25,7 +25,13 @@ from jaxserve.models.layer import (
     mix,
     paged,
 )
-from jaxserve.models.layer_weights import Layer, abstract_layer, layer_views
+from jaxserve.models.layer_weights import (
+    Layer,
+    LayerStacks,
+    abstract_layer,
+    layer_views,
+    stacked_layers,
+)
 from jaxserve.models.rope import RopeTables, step_tables, table_of_layer
 from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import rms_norm
@@ -38,13 +44,13 @@ from jaxserve_kernels.weights import Weight
 class Params(NamedTuple):
     """All weights. `lm_head` is None if it is tied to the embedding.
 
-    `layers` is a tuple, or one Layer whose arrays hold all layers on a leading axis. A GPU launches
-    programs with few arguments faster; a CPU would copy each slice. Models in which only some
-    layers have experts or attention always use a tuple.
+    `layers` is a tuple, or stacked: one Layer whose arrays hold all layers on a leading axis, or one
+    for each kind of layer. A GPU launches programs with few arguments faster; a CPU would copy each
+    slice.
     """
 
     embedding: Weight  # [vocab, embed]
-    layers: tuple[Layer, ...] | Layer
+    layers: tuple[Layer, ...] | Layer | LayerStacks
     final_norm: Array  # [embed]
     lm_head: Weight | None  # [vocab, embed]
 
@@ -53,7 +59,8 @@ class Params(NamedTuple):
         """The dtype of activations."""
         if isinstance(self.layers, Layer):
             return self.final_norm.dtype
-        deltas = (layer.delta for layer in self.layers if layer.delta is not None)
+        layers = self.layers.values() if isinstance(self.layers, dict) else self.layers
+        deltas = (layer.delta for layer in layers if layer.delta is not None)
         return next((delta.conv.dtype for delta in deltas), self.final_norm.dtype)
 
 
@@ -64,15 +71,11 @@ def abstract(spec: ModelSpec, dtype: DTypeLike, *, stacked: bool = False) -> Par
         return jax.ShapeDtypeStruct(shape, dtype)
 
     norms = jnp.float32 if spec.zero_centred_norms else dtype
-    each = tuple(abstract_layer(layer, spec.embed, dtype, norms) for layer in spec.layers)
-    if stacked and spec.is_uniform:
-        layers = jax.tree.map(lambda leaf: array(spec.num_layers, *leaf.shape), each[0])
-    else:
-        layers = each
+    layers = tuple(abstract_layer(layer, spec.embed, dtype, norms) for layer in spec.layers)
     final_norm: Any = jax.ShapeDtypeStruct((spec.embed,), norms)
     return Params(
         embedding=array(spec.vocab_size, spec.embed),
-        layers=layers,
+        layers=stacked_layers(layers) if stacked else layers,
         final_norm=final_norm,
         lm_head=None if spec.tie_embeddings else array(spec.vocab_size, spec.embed),
     )
@@ -203,7 +206,7 @@ def _begin(
 
 
 def _decode_layers(
-    stack: tuple[Layer, ...] | Layer,
+    stack: tuple[Layer, ...] | Layer | LayerStacks,
     final_norm: Array,
     x: Array,
     normed: Array,

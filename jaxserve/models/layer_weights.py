@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +57,11 @@ class Layer(NamedTuple):
     delta: DeltaNet | None = None
 
 
+type LayerStacks = dict[tuple[int, ...], Layer]
+"""The weights of layers of different kinds. Each value has those of one kind, on a leading axis; its
+key has their numbers."""
+
+
 def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
     """Returns the shapes and dtypes of one layer. `norms`: dtype of the norms' weights."""
 
@@ -103,10 +109,34 @@ def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeL
     )
 
 
-def layer_views(layers: tuple[Layer, ...] | Layer) -> tuple[Layer, ...]:
+def stacked_layers(layers: Sequence[Layer]) -> Layer | LayerStacks:
+    """Returns the shapes of the layers' weights with those of equal layers stacked."""
+    kinds: dict[Any, list[int]] = {}
+    for number, layer in enumerate(layers):
+        leaves, tree = jax.tree.flatten(layer)
+        alike = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        kinds.setdefault(alike, []).append(number)
+
+    def stack(numbers: list[int]) -> Layer:
+        def of_all(leaf: Any) -> Any:
+            return jax.ShapeDtypeStruct((len(numbers), *leaf.shape), leaf.dtype)
+
+        return jax.tree.map(of_all, layers[numbers[0]])
+
+    if len(kinds) == 1:
+        return stack([*range(len(layers))])
+    return {tuple(numbers): stack(numbers) for numbers in kinds.values()}
+
+
+def layer_views(layers: tuple[Layer, ...] | Layer | LayerStacks) -> tuple[Layer, ...]:
     """Returns the layers one by one. XLA reads a stacked weight in place at its layer's offset."""
-    if not isinstance(layers, Layer):
+    if isinstance(layers, tuple) and not isinstance(layers, Layer):
         return layers
-    leaves, tree = jax.tree.flatten(layers)
-    count = layers.attention_norm.shape[0]
-    return tuple(tree.unflatten(leaf[index] for leaf in leaves) for index in range(count))
+    if isinstance(layers, Layer):
+        layers = {tuple(range(layers.attention_norm.shape[0])): layers}
+    views: dict[int, Layer] = {}
+    for numbers, stack in layers.items():
+        leaves, tree = jax.tree.flatten(stack)
+        for place, number in enumerate(numbers):
+            views[number] = tree.unflatten(leaf[place] for leaf in leaves)
+    return tuple(views[number] for number in range(len(views)))

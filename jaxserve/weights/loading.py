@@ -30,6 +30,7 @@ from jaxserve_checkpoints.convert import convert
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import (
     Encode,
+    MixedFormats,
     Progress,
     Stored,
     as_stored,
@@ -104,7 +105,7 @@ def plan_weights(
     Args:
       dtype: dtype of weights that are not quantised.
       cache: folder that contains the stored conversions.
-      stacked: see `decoder.Params`.
+      stacked: see `decoder.Params`. Layers that are not quantised alike are not stacked.
 
     Raises:
       ConfigError: the shapes do not allow the quantisation, or a converted checkpoint has a
@@ -127,7 +128,11 @@ def plan_weights(
         if source.folder is not None:
             checkpoint = open_stored_of(source, wanted)
         if isinstance(checkpoint, QuantizedCheckpoint):
-            packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
+            try:
+                packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
+            except MixedFormats:
+                plain = decoder.abstract(source.spec, dtype)
+                packed = packed_leaves(checkpoint, resolve_rules(rules, plain, checkpoint))
         encoded = encoded_abstract(plain, encode, packed)
         if source.folder is not None and wanted.changes_anything and options.keep_converted:
             made_from = describe(source, wanted, dtype)

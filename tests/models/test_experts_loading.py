@@ -96,14 +96,15 @@ def test_layers_may_be_stacked_and_streamed() -> None:
     assert len(assembled_sources(checkpoint, rules, abstract)) == len(direct)
 
 
-def test_a_layer_without_experts_among_others_is_not_stacked() -> None:
+def test_a_layer_without_experts_is_stacked_apart() -> None:
     spec = registry.spec_of(
         json.loads((GOLDEN / "config.json").read_text()) | {"mlp_only_layers": [1]}
     )
     params = decoder.abstract(spec, jnp.bfloat16, stacked=True)
-    assert isinstance(params.layers, tuple)
-    assert [layer.experts is None for layer in params.layers] == [False, True]
-    assert [layer.gate_up is None for layer in params.layers] == [True, False]
+    assert isinstance(params.layers, dict) and params.layers.keys() == {(0,), (1,)}
+    views = layer_views(decoder.abstract(spec, jnp.bfloat16).layers)
+    assert [layer.experts is None for layer in views] == [False, True]
+    assert [layer.gate_up is None for layer in views] == [True, False]
 
 
 @pytest.mark.parametrize(
