@@ -44,9 +44,9 @@ from jaxserve_kernels.weights import Weight
 class Params(NamedTuple):
     """All weights. `lm_head` is None if it is tied to the embedding.
 
-    `layers` is a tuple, or stacked: one Layer whose arrays hold all layers on a leading axis, or one
-    for each kind of layer. A GPU launches programs with few arguments faster; a CPU would copy each
-    slice.
+    `layers` is a tuple, or stacked: one Layer whose arrays hold all layers on a leading axis, or
+    one for each kind of layer. A GPU launches programs with few arguments faster; a CPU would copy
+    each slice.
     """
 
     embedding: Weight  # [vocab, embed]

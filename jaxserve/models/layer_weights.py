@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +57,8 @@ class Layer(NamedTuple):
 
 
 type LayerStacks = dict[tuple[int, ...], Layer]
-"""The weights of layers of different kinds. Each value has those of one kind, on a leading axis; its
-key has their numbers."""
+"""The weights of layers of different kinds. Each value has those of one kind, on a leading axis;
+its key has their numbers."""
 
 
 def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
@@ -109,8 +108,16 @@ def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeL
     )
 
 
-def stacked_layers(layers: Sequence[Layer]) -> Layer | LayerStacks:
-    """Returns the shapes of the layers' weights with those of equal layers stacked."""
+_ALIGNMENT = 16
+"""Bytes of which kernels expect an array's address to be a multiple."""
+
+
+def stacked_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | Layer | LayerStacks:
+    """Returns the shapes of the layers' weights with those of equal layers stacked. They are not
+    if a slice of a stack would not be aligned."""
+    sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+    if any(size % _ALIGNMENT for size in sizes):
+        return layers
     kinds: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers):
         leaves, tree = jax.tree.flatten(layer)

@@ -56,7 +56,8 @@ def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own(key_dim: int, value
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
     assert hopper_blocks.fits(heads, config.block, jnp.bfloat16)
     mix = Mix([Part(1, 64, 64), Part(2, 0, 130), Part(0, 7, 1)], 256, (4, 128, 130, 0, 0))
-    check_rule(mix, config, "bfloat16", at_once, HOPPER, Bounds(4e-3, 2e-5))
+    names = check_rule(mix, config, "bfloat16", at_once, HOPPER, Bounds(4e-3, 2e-5))
+    assert names == {"hopper_blocks"}
 
 
 def test_a_step_of_fewer_tokens_than_a_block() -> None:

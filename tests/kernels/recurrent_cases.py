@@ -84,8 +84,9 @@ def in_a_chain(run: Run, *args: Any, target: Target) -> Any:
 
 def check_rule(
     mix: Mix, config: RuleConfig, dtype: str, launch: Run, target: Target, bounds: Bounds
-) -> None:
-    """The rule and the norm of its output: what a step gives, and the state it leaves."""
+) -> set[str]:
+    """The rule and the norm of its output: what a step gives, and the state it leaves. Returns the
+    names of the implementations."""
 
     def run(*args: Any, target: Target) -> Any:
         *before, step = args
@@ -93,7 +94,7 @@ def check_rule(
 
     tokens, weights, state = rule_arrays(config.heads, mix.tokens, dtype)
     args = (tokens, weights, state, mix.step(config.block))
-    _check(run, args, state, mix, launch, target, bounds)
+    return _check(run, args, state, mix, launch, target, bounds)
 
 
 def check_conv(
@@ -165,11 +166,13 @@ def check_drafts(
 
 def _check(
     run: Run, args: Any, state: Any, mix: Mix, launch: Run, target: Target, bounds: Bounds
-) -> None:
-    """Kernels give the definition's output and state, and leave all other state alone."""
+) -> set[str]:
+    """Kernels give the definition's output and state, and leave all other state alone. Returns the
+    names of their implementations."""
     choices: list[Choice] = []
     out, new = launch(run, *args, target=target.replace(observe=choices.append))
-    assert {each.implementation.name for each in choices} == {"triton"}
+    names = {each.implementation.name for each in choices}
+    assert names and names <= {"triton", "hopper_blocks"}
     expected, wanted = run(*args, target=REFERENCE)
     assert bool(jnp.isfinite(expected[: mix.used]).all()), "a row reads a slot without numbers"
     assert relative_error(out[: mix.used], expected[: mix.used]) <= bounds.out
@@ -180,6 +183,7 @@ def _check(
     before, after = (np.asarray(each, np.float32) for each in (state, new))
     np.testing.assert_array_equal(after[0], before[0])
     np.testing.assert_array_equal(after[LAYER, others], before[LAYER, others])
+    return names
 
 
 def rule_arrays(heads: Heads, tokens: int, dtype: str) -> tuple[RuleTokens, RuleWeights, Any]:

@@ -16,7 +16,8 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.naming import leaf_parts
 from jaxserve_checkpoints.reader import CheckpointError, open_checkpoint
-from tests.models.test_golden import load_golden, logits_in_chunks
+from tests.models.test_golden import Golden, logits_in_chunks
+from tests.models.test_hybrid_loading import quantizable
 from tests.tiny_model import SPEC
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -31,39 +32,51 @@ def unstacked(params: decoder.Params, layers: int) -> decoder.Params:
     return params._replace(layers=views)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid_moe", "qwen3_moe_mixed"])
+def views(params: decoder.Params) -> decoder.Params:
+    return params._replace(layers=layer_views(params.layers))
+
+
+KINDS = {
+    "experts in some": registry.spec_of(
+        json.loads((GOLDEN / "qwen3_moe_mixed" / "config.json").read_text())
+    ),
+    "delta nets in some": quantizable(sparse=False),
+    "the same with experts": quantizable(sparse=True),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_layers_of_each_kind_are_stacked(name: str) -> None:
-    """Kinds differ in their mixer, or in their feed-forward."""
-    spec = registry.spec_of(_config(name))
+    spec = KINDS[name]
     plain = decoder.abstract(spec, jnp.float32)
     abstract = decoder.abstract(spec, jnp.float32, stacked=True)
-    assert isinstance(abstract.layers, dict)
+    assert isinstance(abstract.layers, dict) and len(abstract.layers) == 2
     numbers = [number for each in abstract.layers for number in each]
-    assert sorted(numbers) == [*range(spec.num_layers)] and len(abstract.layers) == 2
-    assert sorted(part.path for part in leaf_parts(abstract)) == sorted(
-        part.path for part in leaf_parts(plain)
-    )
-
-    checkpoint, rules = open_checkpoint(GOLDEN / name), registry.rules(spec)
-    separate = load_params(checkpoint, rules, plain)
-    stacked = load_params(checkpoint, rules, abstract)
-    assert_equal(stacked._replace(layers=layer_views(stacked.layers)), separate)
+    assert sorted(numbers) == [*range(spec.num_layers)]
+    paths = {part.path for part in leaf_parts(plain)}
+    assert {part.path for part in leaf_parts(abstract)} == paths
+    stacked, separate = dummy_params(abstract, seed=3), dummy_params(plain, seed=3)
+    assert_equal(views(stacked), separate)
     assert stacked.dtype == separate.dtype
-    stacked = dummy_params(abstract, seed=3)
-    stacked = stacked._replace(layers=layer_views(stacked.layers))
-    assert_equal(stacked, dummy_params(plain, seed=3))
-
-
-@pytest.mark.parametrize("name", ["hybrid_moe", "qwen3_moe_mixed"])
-def test_stacked_layers_compute_the_same(name: str) -> None:
-    golden = load_golden(name)
-    spec, rules = golden.spec, registry.rules(golden.spec)
-    abstract = decoder.abstract(spec, jnp.float32, stacked=True)
-    stacked = golden._replace(params=load_params(open_checkpoint(GOLDEN / name), rules, abstract))
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 40).astype(np.int32)
     np.testing.assert_array_equal(
-        logits_in_chunks(stacked, tokens, 24), logits_in_chunks(golden, tokens, 24)
+        logits_in_chunks(Golden(name, spec, stacked, {}), tokens, 24),
+        logits_in_chunks(Golden(name, spec, separate, {}), tokens, 24),
     )
+
+
+def test_a_checkpoint_loads_into_the_stacks_of_each_kind() -> None:
+    spec, folder = KINDS["experts in some"], GOLDEN / "qwen3_moe_mixed"
+    checkpoint, rules = open_checkpoint(folder), registry.rules(spec)
+    separate = load_params(checkpoint, rules, decoder.abstract(spec, jnp.float32))
+    abstract = decoder.abstract(spec, jnp.float32, stacked=True)
+    assert_equal(views(load_params(checkpoint, rules, abstract)), separate)
+
+
+def test_layers_whose_slices_would_not_be_aligned_are_not_stacked() -> None:
+    """Six value heads have 24 bytes of `a_log`."""
+    abstract = decoder.abstract(registry.spec_of(_config("hybrid")), jnp.float32, stacked=True)
+    assert isinstance(abstract.layers[0], Layer)
 
 
 def assert_equal(got: decoder.Params, expected: decoder.Params) -> None:

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxserve_kernels.gated_delta_rule import reference
 from jaxserve_kernels.gated_delta_rule.reference import RuleConfig, RuleTokens, RuleWeights
-from jaxserve_kernels.op import NO_KERNELS, Implementation, Op, Refusal, anything
+from jaxserve_kernels.op import NO_KERNELS, NOT_HOPPER, Implementation, Op, Refusal, anything
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 
@@ -64,9 +64,33 @@ def _configure(*_: Any, config: RuleConfig, target: Target, **__: Any) -> Any:
     return None if triton.fits(config) else Refusal("head sizes are not powers of 2, or below 16")
 
 
-def _op(name: str, function: str) -> Op:
+def _configure_hopper(
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    step: RecurrentStep,
+    *,
+    config: RuleConfig,
+    target: Target,
+    **_: Any,
+) -> Any:
+    refused = _configure(config=config, target=target)
+    if refused is not None:
+        return refused
+    if not target.runs_hopper_kernels():
+        return NOT_HOPPER
+    from jaxserve_kernels.gated_delta_rule import hopper_blocks
+
+    if step.rows.blocked is None or tokens.qkv.shape[0] < config.block:
+        return Refusal("there are no prompts in blocks")
+    if not hopper_blocks.fits(config.heads, config.block, tokens.qkv.dtype):
+        return Refusal("heads or blocks of other sizes")
+    return None
+
+
+def _op(name: str, function: str, hopper: tuple[Implementation, ...] = ()) -> Op:
     """The operation for a function that both `reference` and `triton` define. `layer` is the
-    function's second to last positional argument."""
+    function's second to last positional argument. hopper: implementations for Hopper alone."""
 
     def kernel(_: None, *args: Any, layer: int, **options: Any) -> Any:
         from jaxserve_kernels.gated_delta_rule import triton
@@ -79,6 +103,7 @@ def _op(name: str, function: str) -> Op:
     return Op(
         name=name,
         implementations=(
+            *hopper,
             Implementation(name="triton", configure=_configure, run=kernel),
             Implementation(name="reference", configure=anything, run=definition, kernels=False),
         ),
@@ -90,6 +115,16 @@ def _op(name: str, function: str) -> Op:
     )
 
 
-_BOTH = _op("gated_delta_rule", "rule_and_norm")
+def _on_hopper(_: None, *args: Any, layer: int, **options: Any) -> Any:
+    from jaxserve_kernels.gated_delta_rule import triton
+
+    return triton.rule_and_norm(*args[:-1], layer, args[-1], hopper=True, **options)
+
+
+_BOTH = _op(
+    "gated_delta_rule",
+    "rule_and_norm",
+    (Implementation(name="hopper_blocks", configure=_configure_hopper, run=_on_hopper),),
+)
 _OUTPUTS = _op("gated_delta_rule_outputs", "rule_outputs")
 _STATE = _op("gated_delta_rule_state", "advance_state")

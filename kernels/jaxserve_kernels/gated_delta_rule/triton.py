@@ -161,16 +161,19 @@ def rule_and_norm(
     step: RecurrentStep,
     *,
     config: RuleConfig,
+    hopper: bool = False,
     target: Target,
 ) -> tuple[Array, Array]:
     """See `reference.rule_and_norm`. Results of padding tokens are undefined. If no row has blocks,
-    each row must be one token, as in `causal_conv`."""
+    each row must be one token, as in `causal_conv`. hopper: blocks have `hopper_blocks`."""
     place, out = jax.new_ref(state), None
     shared = (weights, place, layer, step)
     if step.rows.blocked is not None:
         tokens = tokens._replace(gates=sum_parts(tokens.gates, tokens.qkv.dtype)[None])
         if tokens.qkv.shape[0] >= config.block:
-            out = triton_blocks.in_blocks(tokens, *shared, config=config, target=target)
+            out = triton_blocks.in_blocks(
+                tokens, *shared, config=config, hopper=hopper, target=target
+            )
     out = _one_by_one(tokens, *shared, out, config=config, target=target)
     return _normed(out, tokens, weights, config=config, target=target), jax.freeze(place)
 

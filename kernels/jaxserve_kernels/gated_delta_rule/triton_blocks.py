@@ -2,7 +2,7 @@
 
 `_prepare` computes the parts that do not need the state, for all blocks in parallel. Then
 `_advance` carries the state from block to block, with one program per row, value head and part of
-the state's columns. On Hopper, `hopper_blocks` does that.
+the state's columns. On Hopper, `hopper_blocks` can do that.
 
 Products of two activations use the tensor cores on unscaled values, which are exact there; norms
 and decays multiply the results. A float32 factor is split into a high and a low part of the
@@ -207,6 +207,7 @@ def in_blocks(
     step: RecurrentStep,
     *,
     config: RuleConfig,
+    hopper: bool,
     target: Target,
 ) -> Array:
     """Returns o [tokens, value_heads, value_dim]. Only the rows of tokens in blocks are written.
@@ -214,6 +215,7 @@ def in_blocks(
     Args:
       tokens: with gates that are summed over their parts.
       state: the state of all layers, updated in place.
+      hopper: `hopper_blocks` carries the state.
     """
     heads, size, rows, count = config.heads, config.block, step.rows, tokens.qkv.shape[0]
     blocks, total = blocks_of(rows, count, size)
@@ -241,7 +243,7 @@ def in_blocks(
         **common,
     )  # fmt: skip
     numbers = jnp.cumsum(of_rows) - of_rows
-    if target.runs_hopper_kernels() and hopper_blocks.fits(heads, size, tokens.qkv.dtype):
+    if hopper:
         return hopper_blocks.advance(
             tokens.qkv, prepared, rows, of_rows, numbers, state, layer, heads=heads, target=target
         )
