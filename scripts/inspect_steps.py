@@ -181,6 +181,7 @@ def inspect(
         "outside_graph": re.findall(r"^\d+: (k\w+)", "\n".join(lines), re.M),
         "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
         "kv_copies": sum(len(re.findall(rf"\[{shape}\]\S* copy\(", text)) for shape in kv_shapes),
+        "calls_with_input": sum(map(_reads_input, text[text.index("\nENTRY") :].splitlines())),
         "adding_products": len(re.findall(r'custom-call.*"beta":1', text)),
         "table_copies": len(re.findall(rf"\[{counts}\]\S* copy\(", text)),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states)),
@@ -189,6 +190,13 @@ def inspect(
         "written_to_results": results.count(" value: ") - 1,
         "scratch_bytes": memory.temp_size_in_bytes,
     }
+
+
+def _reads_input(line: str) -> bool:
+    """Returns whether an instruction is a foreign call, or a fusion of one and its operands'
+    slices, that reads the step's input itself."""
+    calls = " custom-call(" in line or '"dynamic_slice_fusion"' in line
+    return calls and re.search(r"%packed\b", line) is not None
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ class Bucket:
 
     @property
     def packed_size(self) -> int:
-        return sum(self._sizes)
+        """Numbers of a packed step. The last one is 0: see `step.in_scratch`."""
+        return sum(self._sizes) + 1
 
     def holds(self, plan: StepPlan) -> bool:
         """Returns whether the plan fits. The largest bucket holds every plan of the scheduler."""

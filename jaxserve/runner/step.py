@@ -64,6 +64,16 @@ class DeviceState(NamedTuple):
     token, see `sequence_state.HEAD_STATE`."""
 
 
+def in_scratch(packed: Array) -> Array:
+    """Returns a copy of a packed step, in the step's scratch memory.
+
+    The argument has another address in each step. Before each launch XLA changes the nodes of the
+    graph that read it, and for that it runs our launches again: all layers of a decode step are
+    one node. XLA would remove a plain copy, but it does not know that the last number is 0.
+    """
+    return lax.optimization_barrier(packed + packed[-1])
+
+
 def run_step(
     params: StepParams,
     state: DeviceState,
@@ -87,7 +97,7 @@ def run_step(
       The new state, including the results.
     """
     model, taps = model_of(params), taps_of(draft)
-    inputs = bucket.unpack(packed)
+    inputs = bucket.unpack(in_scratch(packed))
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
     tokens = locate(inputs, sequences, state.kv)
     if spec.state is not None:

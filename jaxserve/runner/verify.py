@@ -89,7 +89,8 @@ class VerifyBucket:
 
     @property
     def packed_size(self) -> int:
-        return sum(self._sizes)
+        """Numbers of a packed step. The last one is 0: see `step.in_scratch`."""
+        return sum(self._sizes) + 1
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from jaxserve.runner.draft_step import (
 )
 from jaxserve.runner.step import (
     DeviceState,
+    in_scratch,
     locate,
     overwritten,
     result_rows,
@@ -90,7 +91,7 @@ def run_verify_step(
       The new states. The results of row r begin at r * bucket.positions.
     """
     model = model_of(params)
-    asked = bucket.unpack(packed)
+    asked = bucket.unpack(in_scratch(packed))
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
     size = page_size(paged(state.kv)[0])
