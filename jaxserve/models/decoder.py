@@ -27,7 +27,7 @@ from jaxserve.models.layer import (
 )
 from jaxserve.models.layer_weights import (
     Layer,
-    LayerStacks,
+    Layers,
     abstract_layer,
     layer_views,
     stacked_layers,
@@ -50,7 +50,7 @@ class Params(NamedTuple):
     """
 
     embedding: Weight  # [vocab, embed]
-    layers: tuple[Layer, ...] | Layer | LayerStacks
+    layers: Layers
     final_norm: Array  # [embed]
     lm_head: Weight | None  # [vocab, embed]
 
@@ -206,7 +206,7 @@ def _begin(
 
 
 def _decode_layers(
-    stack: tuple[Layer, ...] | Layer | LayerStacks,
+    stack: Layers,
     final_norm: Array,
     x: Array,
     normed: Array,

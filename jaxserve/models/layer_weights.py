@@ -61,6 +61,10 @@ type LayerStacks = dict[tuple[int, ...], Layer]
 its key has their numbers."""
 
 
+type Layers = tuple[Layer, ...] | Layer | LayerStacks
+"""All layers: one by one, stacked, or stacked by kind."""
+
+
 def abstract_layer(layer: LayerSpec, embed: int, dtype: DTypeLike, norms: DTypeLike) -> Layer:
     """Returns the shapes and dtypes of one layer. `norms`: dtype of the norms' weights."""
 
@@ -112,7 +116,7 @@ _ALIGNMENT = 16
 """Bytes of which kernels expect an array's address to be a multiple."""
 
 
-def stacked_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | Layer | LayerStacks:
+def stacked_layers(layers: tuple[Layer, ...]) -> Layers:
     """Returns the shapes of the layers' weights with those of equal layers stacked. They are not
     if a slice of a stack would not be aligned."""
     sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
@@ -135,7 +139,7 @@ def stacked_layers(layers: tuple[Layer, ...]) -> tuple[Layer, ...] | Layer | Lay
     return {tuple(numbers): stack(numbers) for numbers in kinds.values()}
 
 
-def layer_views(layers: tuple[Layer, ...] | Layer | LayerStacks) -> tuple[Layer, ...]:
+def layer_views(layers: Layers) -> tuple[Layer, ...]:
     """Returns the layers one by one. XLA reads a stacked weight in place at its layer's offset."""
     if isinstance(layers, tuple) and not isinstance(layers, Layer):
         return layers

@@ -24,7 +24,7 @@ from jaxserve.models import decoder
 from jaxserve.models.drafts.places import only_cache, places_of
 from jaxserve.models.drafts.spec import BlockDraft
 from jaxserve.models.layer import Caches, Norm, StepTokens, decoder_layer
-from jaxserve.models.layer_weights import Layer, layer_views
+from jaxserve.models.layer_weights import Layers, layer_views
 from jaxserve.models.rope import step_tables, table_of_layer
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
@@ -38,7 +38,7 @@ class BlockParams(NamedTuple):
 
     fc: Array  # [embed, taps * embed]
     hidden_norm: Array  # [embed]
-    layers: tuple[Layer, ...] | Layer  # as in decoder.Params
+    layers: Layers  # as in decoder.Params
     final_norm: Array  # [embed]
     markov_in: Array | None  # [vocab, rank]
     markov_out: Array | None  # [vocab, rank]

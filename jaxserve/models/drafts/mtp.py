@@ -26,7 +26,7 @@ from jaxserve.models import attention_prologue, decoder
 from jaxserve.models.drafts.places import only_cache
 from jaxserve.models.drafts.spec import MtpDraft
 from jaxserve.models.layer import Norm, StepTokens, decoder_layer
-from jaxserve.models.layer_weights import Layer
+from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
@@ -49,8 +49,7 @@ class MtpParams(NamedTuple):
 def abstract(draft: MtpDraft, dtype: DTypeLike) -> MtpParams:
     """Shapes and dtypes of the parameters."""
     body, whole = draft.body, decoder.abstract(draft.body, dtype)
-    assert not isinstance(whole.layers, Layer)
-    (layer,), norm = whole.layers, whole.final_norm
+    (layer,), norm = layer_views(whole.layers), whole.final_norm
     fc: Any = jax.ShapeDtypeStruct((body.embed, 2 * body.embed), dtype)
     return MtpParams(fc, norm, norm, (layer,), norm)
 

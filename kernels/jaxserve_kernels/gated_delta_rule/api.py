@@ -115,10 +115,21 @@ def _op(name: str, function: str, hopper: tuple[Implementation, ...] = ()) -> Op
     )
 
 
-def _on_hopper(_: None, *args: Any, layer: int, **options: Any) -> Any:
+def _on_hopper(
+    _: None,
+    tokens: RuleTokens,
+    weights: RuleWeights,
+    state: Array,
+    step: RecurrentStep,
+    *,
+    layer: int,
+    config: RuleConfig,
+    target: Target,
+) -> tuple[Array, Array]:
     from jaxserve_kernels.gated_delta_rule import triton
 
-    return triton.rule_and_norm(*args[:-1], layer, args[-1], hopper=True, **options)
+    arrays = (tokens, weights, state, layer, step)
+    return triton.rule_and_norm(*arrays, config=config, hopper=True, target=target)
 
 
 _BOTH = _op(
