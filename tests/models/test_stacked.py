@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,8 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.cli.options import parse_args
 from jaxserve.models import decoder, registry
 from jaxserve.models.layer_weights import Layer, layer_views
+from jaxserve.weights.conversion import convert_model
+from jaxserve.weights.loading import plan_weights, weight_loader
+from jaxserve.weights.model_source import find_weights
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.naming import leaf_parts
@@ -71,6 +77,21 @@ def test_a_checkpoint_loads_into_the_stacks_of_each_kind() -> None:
     separate = load_params(checkpoint, rules, decoder.abstract(spec, jnp.float32))
     abstract = decoder.abstract(spec, jnp.float32, stacked=True)
     assert_equal(views(load_params(checkpoint, rules, abstract)), separate)
+
+
+def test_a_converted_checkpoint_loads_into_the_stacks_of_each_kind(tmp_path: Path) -> None:
+    folder, made = GOLDEN / "qwen3_moe_mixed", tmp_path / "made"
+    flags = ["--model", str(folder), "--out", str(made), "--dtype", "float32"]
+    source = find_weights(parse_args(flags[:2]))
+    convert_model(parse_args(flags, "convert"), source, made, lambda done, total: None)
+    shutil.copy(folder / "config.json", made)
+    options = parse_args(["--model", str(made)])
+    plan = plan_weights(options, find_weights(options), jnp.float32, tmp_path, stacked=True)
+    assert plan.native is not None and isinstance(plan.plain.layers, dict)
+    stacked = weight_loader(replace(plan, staging=[]), {})(lambda done, total: None)
+    checkpoint, rules = open_checkpoint(folder), registry.rules(source.spec)
+    abstract = decoder.abstract(source.spec, jnp.float32)
+    assert_equal(views(stacked), load_params(checkpoint, rules, abstract))
 
 
 def test_layers_whose_slices_would_not_be_aligned_are_not_stacked() -> None:
