@@ -71,7 +71,7 @@ def _streaming_rule(call: Call) -> Config | Refusal:
 
 def _stream_k_rule(call: Call) -> Config | Refusal:
     """For 4-bit integers, if there are more than two row tiles per multiprocessor: three warpgroups
-    then share the copies of the tokens."""
+    then share the copies of the tokens. With fewer tiles it was not tried."""
     refused = _streaming_rule(call)
     if isinstance(refused, Refusal):
         return refused

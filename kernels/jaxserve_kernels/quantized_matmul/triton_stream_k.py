@@ -84,12 +84,11 @@ def _multiply(
     word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr, flag_ptr,
     group: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
-    groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    EACH: gl.constexpr, GATED: gl.constexpr,
+    tiles: gl.constexpr, groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, EACH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One of the warpgroups that multiply."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
     stage = 0
     phase = 0
     for index in range(_parts(steps, tiles, EACH)):
@@ -165,12 +164,11 @@ def _pointers(
 @gluon.jit
 def _copy_codes(
     packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
-    n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
+    n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, tiles: gl.constexpr,
     groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """Two warps that copy codes. They do not wait for earlier kernels."""
     gl.static_assert(_GROUPS == 3)
-    tiles: gl.constexpr = (row_tiles + 2) // 3
     stage = 0
     phase = 1
     for index in range(_parts(steps, tiles, EACH)):
@@ -203,14 +201,13 @@ def _copy_codes(
 @gluon.jit
 def _copy_tokens(
     x_ptr, x_ring, ready, free,
-    tokens: gl.constexpr, k: gl.constexpr, row_tiles: gl.constexpr, TOKENS: gl.constexpr,
+    tokens: gl.constexpr, k: gl.constexpr, tiles: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, EACH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Two warps that copy tokens, after earlier kernels have ended. When all copies are issued, the
     next kernel may start. A stage is ready when its copy has arrived and is fenced, some copies
     later: so the warps that multiply need no fence."""
     steps: gl.constexpr = k // 128
-    tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
     x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
@@ -256,6 +253,7 @@ def _product(
     steps: gl.constexpr = k // 128
     groups: gl.constexpr = 128 // GROUP
     row_tiles: gl.constexpr = 2 * n // _ROWS
+    tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
     word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
@@ -278,25 +276,25 @@ def _product(
         [
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 0, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, EACH,
-                GATED,
+                flag_ptr, 0, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
+                EACH, GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 1, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, EACH,
-                GATED,
+                flag_ptr, 1, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
+                EACH, GATED,
             )),
             (_multiply, (
                 word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 2, tokens, n, steps, row_tiles, groups, ZERO, TOKENS, STAGES, EACH,
-                GATED,
+                flag_ptr, 2, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
+                EACH, GATED,
             )),
             (_copy_codes, (
                 packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
-                n, steps, row_tiles, groups, ZERO, STAGES, EACH,
+                n, steps, row_tiles, tiles, groups, ZERO, STAGES, EACH,
             )),
             (_copy_tokens, (
-                x_ptr, x_ring, ready, free, tokens, k, row_tiles, TOKENS, STAGES, EACH, EARLY,
+                x_ptr, x_ring, ready, free, tokens, k, tiles, TOKENS, STAGES, EACH, EARLY,
             )),
         ],
         [4, 4, 2, 2],
