@@ -40,6 +40,10 @@ _OPEN_SHARE = 0.75
 """Share of a step's expected time in which arriving requests are queued. Then the engine thread
 waits for the results alone, because steps may end earlier than expected."""
 
+_SHORTER, _LONGER = 0.5, 1.05
+"""Factors of that share after a step that ended while requests were queued, and after any other
+step. So steps that are much faster than expected are late once in 15, not always."""
+
 _QUIET = 1.0
 """Seconds without work before `Scheduler.check` runs. The check takes milliseconds, which would
 delay a lone client's next request."""
@@ -126,6 +130,7 @@ class StepLoop[P]:
         self._metrics = metrics
         self._preemptions = self._prompt_tokens = 0
         self._clock = StepClock()
+        self._open_share = _OPEN_SHARE
         self.recent = RecentSteps()
         self._idle = True
         self._last_step = time.monotonic()
@@ -305,7 +310,7 @@ class StepLoop[P]:
         expected, began = self.scheduler.expected_seconds(plan), self._clock.ended
         if expected is None or began is None:
             return
-        until = began + _OPEN_SHARE * expected
+        until = began + self._open_share * expected
         while (left := until - time.perf_counter()) > 0 and self._inbox.wait(left):
             requests = list(self._inbox.take_requests())
             for request in requests:
@@ -317,6 +322,8 @@ class StepLoop[P]:
         began = time.perf_counter()
         sampled = self.runner.collect(pending)
         took = self._clock.took(began, time.perf_counter())
+        factor = _SHORTER if self._clock.ended is None else _LONGER
+        self._open_share = min(factor * self._open_share, _OPEN_SHARE)
         self.recent.add(plan, took, self._metrics.last_step)
         correction = None if took is None else self.scheduler.learn(plan, took)
         if correction is not None:

@@ -24,8 +24,9 @@ changes little, and a GPU that has slowed down is believed after some steps."""
 _WAITED = 0.0002
 """Seconds. A thread that waited this long for results saw the end of the step."""
 
-_MOST = 0.5
-"""Largest correction of a bucket, as a share of the table's time."""
+_LEAST, _MOST = 0.2, 1.5
+"""Limits of a bucket's learned time, as shares of the table's. If the GPU was busy at start-up, the
+table's times are several times too long; they are never much too short."""
 
 
 class Correction(NamedTuple):
@@ -153,7 +154,7 @@ class _Buckets:
         index = self._index(size)
         self._steps[index] = min(self._steps[index] + 1, _STEPS)
         table, learned = self._table[index], self._times[index] + error / self._steps[index]
-        self._times[index] = min(max(learned, table * (1 - _MOST)), table * (1 + _MOST))
+        self._times[index] = min(max(learned, table * _LEAST), table * _MOST)
         return self._sizes[index]
 
     def _index(self, size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import Any
 
 from jaxserve.api import Request, SamplingParams
@@ -36,6 +37,26 @@ class SlowRunner(GatedRunner):
         return super().collect(pending)
 
 
+class Device(GatedRunner):
+    """A device that computes steps one after the other, beside the host."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._ends: deque[float] = deque([0.0])
+        self.late = 0
+
+    def launch(self, plan: StepPlan) -> Pending:
+        now = time.perf_counter()
+        self.late += now > self._ends[-1]
+        self._ends.append(max(self._ends[-1], now) + STEP / 4)
+        return super().launch(plan)
+
+    def collect(self, pending: Pending) -> list[Sampled | None]:
+        self._ends.popleft()
+        time.sleep(max(self._ends[0] - time.perf_counter(), 0.0))
+        return super().collect(pending)
+
+
 def request(name: str, tokens: int) -> Request:
     return Request(id=name, prompt=(1, 2, 3), params=SamplingParams(max_tokens=tokens))
 
@@ -60,6 +81,16 @@ async def test_requests_are_queued_while_a_step_runs() -> None:
         await stream.aclose()
     at = runner.order.index("second")
     assert runner.order[at - 1 : at + 2] == ["launch", "second", "results"]
+
+
+async def test_steps_that_are_faster_than_expected_are_rarely_late() -> None:
+    """A table that was measured on a busy GPU: steps take a quarter of its times. With a constant
+    share of them every second one is late."""
+    device = Device()
+    async with serving(device, times=TIMES) as engine:
+        async for _ in engine.generate(request("only", 60)):
+            pass
+    assert device.late < 15
 
 
 def test_only_requests_ahead_of_other_commands_are_taken() -> None:

@@ -123,19 +123,48 @@ def test_measured_prompts_end_with_their_rows() -> None:
     )
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_busy_gpu_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server starts during the first measurement, and not after it."""
+    idle = StepTimes(decode={1: 0.005, 4: 0.006}, mixed={8: 0.007, 32: 0.008})
+    shared = StepTimes(decode={1: 0.012, 4: 0.013}, mixed={8: 0.007, 32: 0.008})
+    made = iter([shared, idle])
+    monkeypatch.setattr(measure, "measure", lambda *_: next(made))
+    runner: Any = _Recorder()
+    file = tmp_path / "step_times.json"
+    assert step_times(runner, CONFIG, file) == StepTimes.load(file) == idle
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_fastest_measurement_of_a_busy_gpu_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [StepTimes(decode={1: each, 4: each}, mixed={8: each, 32: each}) for each in (3, 1, 2)]
+    left = iter(made)
+    monkeypatch.setattr(measure, "measure", lambda *_: next(left))
+    runner: Any = _Recorder()
+    assert step_times(runner, CONFIG, tmp_path / "step_times.json") == made[1]
+
+
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("others", "kept"), [(0.0, True), (0.02, False)])
 def test_times_of_a_busy_gpu_are_not_kept(
     tmp_path: Path,
-    measurements: list[StepTimes],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     others: float,
     kept: bool,
 ) -> None:
     """Every second step waits for the work of another process."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    made = replace(MEASURED, decode={1: 0.005, 4: 0.2})
+    monkeypatch.setattr(measure, "measure", lambda *_: made)
     runner: Any = _Recorder(others)
     file = tmp_path / "step_times.json"
-    assert step_times(runner, CONFIG, file) == MEASURED
+    assert step_times(runner, CONFIG, file) == made
     assert file.exists() == kept
     assert ("busy with other work" in caplog.text) != kept
