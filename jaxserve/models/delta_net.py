@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.layer_spec import DeltaNetSpec
 from jaxserve.model_spec import ModelSpec
-from jaxserve_kernels.causal_conv import causal_conv, convolve, keep_inputs
+from jaxserve_kernels.causal_conv import conv_and_gates, convolve, keep_inputs
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
@@ -122,14 +122,15 @@ def mix(
     Returns:
       [tokens, values] in the dtype of activations, and state.
     """
-    projected = linear(normed, weights.in_proj, target=target)
-    gates = linear(plain(normed), weights.in_gates, jnp.float32, target=target)
+    projected, x = linear(normed, weights.in_proj, target=target), plain(normed)
     if isinstance(state, Unsettled):
         assert layer == len(state.inputs)
+        gates = linear(x, weights.in_gates, jnp.float32, target=target)
         own = (weights, projected, gates, state.state, layer, step, spec)
         out, inputs = _looked_ahead(*own, target=target)
         return out, state._replace(inputs=(*state.inputs, inputs))
-    mixed, conv = causal_conv(projected, weights.conv, state.conv, layer, step, target=target)
+    arrays = (x, projected, weights.in_gates, weights.conv, state.conv, layer, step)
+    mixed, gates, conv = conv_and_gates(*arrays, target=target)
     out, delta = gated_delta_rule(
         RuleTokens(mixed, gates, projected),
         RuleWeights(weights.a_log, weights.dt_bias, weights.norm),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve_kernels import ptxas
-from jaxserve_kernels.causal_conv import causal_conv, convolve, keep_inputs
+from jaxserve_kernels.causal_conv import conv_and_gates, convolve, keep_inputs
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
@@ -33,6 +33,7 @@ LAYERS, SLOTS, BF16 = 48, 65, jnp.bfloat16
 LAYER = 1
 """Triton makes a constant of 1, which other numbers are not."""
 VALUE_HEADS = {"qwen3.5-27b": 48, "qwen3.5-35b-a3b": 32}
+EMBED = {"qwen3.5-27b": 5120, "qwen3.5-35b-a3b": 2048}
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 """Bytes that a program may have."""
 SPILLED = {80: 256, 90: 128, 100: 128}
@@ -89,8 +90,12 @@ def test_recurrent_layers_compile(
     step = RecurrentStep(ints(tokens), ints(tokens), Rows(rows, rows, rows, rows, blocked))
     channels = 2 * heads.keys + heads.values
 
-    def layer(projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any) -> Any:
-        mixed, kept = causal_conv(projected, conv, states[0], LAYER, step, target=target)
+    def layer(
+        x: Any, projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any
+    ) -> Any:
+        mixed, gates, kept = conv_and_gates(
+            x, projected, gates, conv, states[0], LAYER, step, target=target
+        )
         tokens = RuleTokens(mixed, gates, projected)
         out, state = gated_delta_rule(
             tokens, weights, states[1], LAYER, step, config=config, target=target
@@ -98,8 +103,8 @@ def test_recurrent_layers_compile(
         return out, kept, state
 
     codes = compiled(
-        layer, array(4, tokens, channels + heads.values), array(4, tokens, 2 * heads.value_heads),
-        array(channels, 4, dtype=BF16),
+        layer, array(tokens, EMBED[model], dtype=BF16), array(4, tokens, channels + heads.values),
+        array(2 * heads.value_heads, EMBED[model], dtype=BF16), array(channels, 4, dtype=BF16),
         RuleWeights(array(heads.value_heads), array(heads.value_heads), array(128, dtype=BF16)),
         (array(LAYERS, SLOTS, 3, channels, dtype=BF16), array(LAYERS, SLOTS, *heads[1:])),
         step,

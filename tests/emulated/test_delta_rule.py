@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from jaxserve_kernels.causal_conv.gates_config import choose
 from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig, hopper_blocks, triton
+from jaxserve_kernels.op import Refusal
 from tests.emulator.targets import HOPPER, PDL
 from tests.kernels.recurrent_cases import (
     SLOTS,
@@ -13,6 +15,7 @@ from tests.kernels.recurrent_cases import (
     Mix,
     at_once,
     check_conv,
+    check_conv_and_gates,
     check_drafts,
     check_rule,
     decode_rows,
@@ -79,3 +82,19 @@ def test_the_convolution(dtype: str, decode: bool) -> None:
     mix = decode_rows(40, 0, 2) if decode else Mix(parts, 42, (0,) * SLOTS)
     bounds = Bounds(1e-6 if dtype == "float32" else 2e-3, 0)
     check_conv(mix, CHANNELS, dtype, at_once, PDL if decode else HOPPER, bounds)
+
+
+@pytest.mark.parametrize(("embed", "rows"), [(384, 12), (1280, 96)])
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_the_convolution_and_the_gates(embed: int, rows: int, tokens: int) -> None:
+    """Less than a tile of gates and more; steps that one program does, and several; more tokens
+    than a program has."""
+    rows_of_step = decode_rows(40, 0)
+    mix = Mix(rows_of_step.parts, tokens)
+    check_conv_and_gates(mix, embed, rows, CHANNELS, at_once, PDL, Bounds(2e-3, 0))
+
+
+def test_the_gates_of_prompts_are_a_product_of_their_own() -> None:
+    step = Mix([Part(1, 0, 16)], 16, (0, 16, 0, 0, 0)).step(16)
+    x, gates = jnp.zeros((16, 384), jnp.bfloat16), jnp.zeros((12, 384), jnp.bfloat16)
+    assert choose(x, gates, step, target=PDL) == Refusal("not rows of one token each")

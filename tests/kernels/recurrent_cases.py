@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve_kernels import pdl
-from jaxserve_kernels.causal_conv import causal_conv, convolve, keep_inputs
+from jaxserve_kernels.causal_conv import causal_conv, conv_and_gates, convolve, keep_inputs
 from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
@@ -113,6 +113,28 @@ def check_conv(
     state[:, 2] = np.nan  # what an earlier sequence left
     before = jnp.asarray(state, dtype)
     _check(run, (projected, weight, before, mix.step(1)), before, mix, launch, target, bounds)
+
+
+def check_conv_and_gates(
+    mix: Mix, embed: int, rows: int, channels: int, launch: Run, target: Target, bounds: Bounds
+) -> None:
+    """The convolution and the gates: both results side by side, and the inputs it keeps."""
+
+    def run(*args: Any, target: Target) -> Any:
+        *before, step = args
+        mixed, gates, kept = conv_and_gates(*before, LAYER, step, target=target)
+        return jnp.concatenate([mixed.astype(jnp.float32), gates.sum(0)], axis=1), kept
+
+    rng = np.random.default_rng(mix.tokens)
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    x, gates = array(mix.tokens, embed), array(rows, embed) / embed**0.5
+    projected = array(3, mix.tokens, channels + 20, dtype=jnp.float32)
+    before = array(LAYERS, SLOTS, WIDTH - 1, channels).at[:, 2].set(jnp.nan)
+    args = (x, projected, gates, array(channels, WIDTH), before, mix.step(1))
+    _check(run, args, before, mix, launch, target, bounds)
 
 
 def check_drafts(

@@ -12,6 +12,7 @@ from tests.kernels.recurrent_cases import (
     Mix,
     Run,
     check_conv,
+    check_conv_and_gates,
     check_drafts,
     check_rule,
     decode_rows,
@@ -86,6 +87,15 @@ def test_the_convolution(mix: str, dtype: str, model: str) -> None:
 @pytest.mark.parametrize("launch", [in_a_program, in_a_chain])
 def test_the_convolution_of_decode_rows(mix: Mix, launch: Run, dtype: str, model: str) -> None:
     check_conv(mix, channels_of(model), dtype, launch, Target.here(), OF_SUMS[dtype])
+
+
+@pytest.mark.parametrize(("model", "embed"), [("27b", 5120), ("35b_a3b", 2048), ("small", 384)])
+@pytest.mark.parametrize("mix", [ONE_ROW, ROWS], ids=["one_row", "three_rows"])
+def test_the_convolution_and_the_gates_of_decode_rows(mix: Mix, model: str, embed: int) -> None:
+    rows, channels = 2 * MODELS[model].heads.value_heads, channels_of(model)
+    own = (in_a_chain, Target.here(), OF_SUMS["bfloat16"])
+    check_conv_and_gates(mix, embed, rows, channels, *own)
+    check_conv_and_gates(Mix(mix.parts, 60), embed, rows, channels, *own)
 
 
 @of_models

@@ -15,7 +15,7 @@ from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
-_CHANNELS, _TOKENS = 256, 4
+CHANNELS, _TOKENS = 256, 4
 """Channels and tokens of a program. In decode steps a program has one token."""
 
 
@@ -29,14 +29,13 @@ def _sum(x_ptr, at, mask, stride, parts: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _decode(
-    x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
+def convolve_row(
+    x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr, row, block,
     slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
-    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Convolves rows of one token each. The program that reads a row's state also updates it."""
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    """Convolves one block of channels of a row of one token, and updates the row's state."""
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
     within = channel < channels
     slot = tl.load(slot_ptr + row).to(tl.int64)
     state = state_ptr + (layer * slots + slot) * (KEPT * channels) + channel
@@ -60,6 +59,20 @@ def _decode(
         kept = tl.load(state + place * channels, mask=goes_on, other=0.0)
         tl.store(state + (place - 1) * channels, kept, mask=real)
     tl.store(state + (KEPT - 1) * channels, x, mask=real)
+
+
+@triton.jit
+def _decode(
+    x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
+    slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Convolves rows of one token each. The program that reads a row's state also updates it."""
+    convolve_row(
+        x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
+        tl.program_id(0).to(tl.int64), tl.program_id(1), slots, stride, columns, parts, channels,
+        KEPT, CHANNELS, EARLY,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -137,8 +150,8 @@ def causal_conv(
         kernel=_decode,
         name="causal_conv",
         out_type=jax.ShapeDtypeStruct((tokens, channels), state.dtype),
-        grid=(tokens, triton.cdiv(channels, _CHANNELS)),
-        **_sizes(projected, state, target),
+        grid=(tokens, triton.cdiv(channels, CHANNELS)),
+        **sizes(projected, state, target),
     )  # fmt: skip
     return out, jax.freeze(place)
 
@@ -158,12 +171,12 @@ def keep_inputs(x: Array, state: Array, layer: int, rows: Rows, *, target: Targe
     return jax.freeze(place)
 
 
-def _sizes(projected: Array, state: Array | jax.Ref, target: Target) -> dict[str, Any]:
-    """Launch constants of all three kernels."""
+def sizes(projected: Array, state: Array | jax.Ref, target: Target) -> dict[str, Any]:
+    """Launch constants of all kernels of the convolution."""
     parts, tokens, columns = projected.shape
     return {
         "slots": state.shape[1], "stride": tokens * columns, "columns": columns, "parts": parts,
-        "channels": state.shape[3], "KEPT": state.shape[2], "CHANNELS": _CHANNELS, "num_warps": 4,
+        "channels": state.shape[3], "KEPT": state.shape[2], "CHANNELS": CHANNELS, "num_warps": 4,
         "target": target,
     }  # fmt: skip
 
@@ -178,9 +191,9 @@ def _outputs(
         kernel=_convolve,
         name="causal_conv",
         out_type=jax.ShapeDtypeStruct((tokens, channels), state.dtype),
-        grid=(triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _CHANNELS)),
+        grid=(triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, CHANNELS)),
         tokens=tokens, TOKENS=_TOKENS,
-        **_sizes(projected, state, target),
+        **sizes(projected, state, target),
     )  # fmt: skip
 
 
@@ -190,6 +203,6 @@ def _kept(projected: Array, state: jax.Ref, layer: int, rows: Rows, *, target: T
         kernel=_keep,
         name="causal_conv_state",
         out_type=(),
-        grid=(rows.first.shape[0], triton.cdiv(state.shape[3], _CHANNELS)),
-        **_sizes(projected, state, target),
+        grid=(rows.first.shape[0], triton.cdiv(state.shape[3], CHANNELS)),
+        **sizes(projected, state, target),
     )  # fmt: skip

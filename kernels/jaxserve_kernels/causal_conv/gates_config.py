@@ -1,0 +1,47 @@
+"""Launch parameters of the kernel that convolves and multiplies the gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxserve_kernels.op import NOT_PDL, Refusal
+from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.target import Target
+
+ROWS, DEPTH = 16, 128
+"""Rows of the gates' weight per program, and inputs per step of the product."""
+
+_MOST_SPLITS, _MOST_STEPS = 8, 8
+"""Parts of the inputs, each with its programs, which the rule adds; and steps of a part, whose
+weights a program holds in registers."""
+
+_MOST_TOKENS = 64
+"""With more, the product reads the weight often. A rule, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The inputs of the product are `splits` parts of `steps` steps."""
+
+    splits: int
+    steps: int
+
+
+def choose(x: Array, gates: Array, step: RecurrentStep, *, target: Target) -> Config | Refusal:
+    """The configuration for x [tokens, embed] and the gates' weight [rows, embed]."""
+    if not target.uses_triton() or not target.pdl:
+        return NOT_PDL
+    if step.rows.blocked is not None:
+        return Refusal("not rows of one token each")
+    if x.dtype != jnp.bfloat16 or gates.dtype != jnp.bfloat16:
+        return Refusal("not in bfloat16")
+    if x.shape[0] > _MOST_TOKENS:
+        return Refusal(f"more than {_MOST_TOKENS} tokens")
+    steps, rest = divmod(x.shape[1], DEPTH)
+    splits = max(each for each in range(1, _MOST_SPLITS + 1) if steps % each == 0)
+    if rest or steps // splits > _MOST_STEPS:
+        return Refusal(f"not up to {_MOST_SPLITS} parts of up to {_MOST_STEPS} x {DEPTH} inputs")
+    return Config(splits=splits, steps=steps // splits)
