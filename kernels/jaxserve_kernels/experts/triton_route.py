@@ -20,6 +20,9 @@ from jaxserve_kernels.triton_call import triton_call
 _AT_ONCE = 4096
 """The most pairs that a program of `_order` looks at in one iteration."""
 
+_REMOVED = tl.constexpr(-(2**31))
+"""Key of a logit that was already chosen: below the key of any logit."""
+
 
 @triton.jit
 def _route(
@@ -42,17 +45,22 @@ def _route(
         logits += tl.load(at, mask=there, other=0.0)
     if BIAS:
         logits += tl.load(bias_ptr + lane, mask=there, other=0.0).to(tl.float32)
-    logits = tl.where(there & (logits == logits), logits, float("-inf"))
-    largest = tl.max(logits, axis=0)
-    total = tl.sum(tl.exp(logits - largest), axis=0)
+    logits = tl.where(there & (logits == logits), logits + 0.0, float("-inf"))  # -0.0 is 0.0
+    # Integers of the same order, because a warp finds the largest one in one instruction.
+    bits = logits.to(tl.int32, bitcast=True)
+    keys = tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), _REMOVED)
     ids = tl.zeros([CHOICES], tl.int32)
-    chosen = tl.full([CHOICES], float("-inf"), tl.float32)
+    best = tl.full([CHOICES], _REMOVED, tl.int32)
     for index in tl.static_range(K):
-        most = tl.max(logits, axis=0)
-        expert = tl.min(tl.where(there & (logits == most), lane, EXPERTS), axis=0)
+        most = tl.max(keys, axis=0)
+        expert = tl.min(tl.where(keys == most, lane, EXPERTS), axis=0)
         ids = tl.where(choice == index, expert, ids)
-        chosen = tl.where(choice == index, most, chosen)
-        logits = tl.where(lane == expert, float("-inf"), logits)
+        best = tl.where(choice == index, most, best)
+        keys = tl.where(lane == expert, _REMOVED, keys)
+    chosen = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    chosen = tl.where(choice < K, chosen, float("-inf"))
+    largest = tl.max(chosen, axis=0)
+    total = tl.sum(tl.exp(logits - largest), axis=0)
     if SIGMOID:
         weights = 1.0 / (1.0 + tl.exp(-chosen))
         weights = tl.where(choice < K, weights, 0.0)

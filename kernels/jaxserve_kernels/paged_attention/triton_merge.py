@@ -19,6 +19,9 @@ from jaxserve_kernels.triton_call import triton_call
 _MERGED = 32
 """Rows of parts that a program of `_merge_many` holds."""
 
+_BY_A_WARP = 1024
+"""Numbers of parts that a program of `_merge` adds. It is one warp."""
+
 
 @triton.jit
 def first_block(position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
@@ -31,10 +34,11 @@ def _merge(
     part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Merges the splits of one query and head, if there are several. Tiles have one token.
+    """Merges TAKEN elements of the splits of one query and head, if there are several splits. Tiles
+    have one token.
 
     All parts are read at once, so that the program waits for memory only once.
     """
@@ -50,7 +54,7 @@ def _merge(
         gdc_wait()
     if (per_split < blocks) & (length > 0):
         split = tl.arange(0, WIDTH)
-        dim = tl.arange(0, DIM)
+        dim = tl.program_id(2) * TAKEN + tl.arange(0, TAKEN)
         there = split * per_split < blocks
         part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
         part += q_head % group
@@ -140,15 +144,17 @@ def merged(
         "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(splits),
         "WINDOW": window or 0,
     }  # fmt: skip
-    kernel, grid, num_warps = _merge, (num_tiles, q_heads), 4
-    if tile_size > 1:
+    if tile_size == 1:
+        kernel = _merge
+        taken = constants["TAKEN"] = min(head_dim, max(16, _BY_A_WARP // constants["WIDTH"]))
+        grid = (num_tiles, q_heads, head_dim // taken)
+    else:
+        kernel = _merge_many
         taken = constants["TAKEN"] = max(1, min(rows, _MERGED // constants["WIDTH"]))
         constants["TILES"] = num_tiles
-        kernel = _merge_many
         # A step has room for far more tiles than its tokens fill, and idle programs cost time.
         filled = min(num_tiles, triton.cdiv(found.shape[0], tile_size) + 1)
         grid = (filled, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
-        num_warps = 1  # several would exchange their sums through shared memory: 11 µs for 3.5
     triton_call(
         *parts, tiles.first, tiles.length, tiles.position, out,
         kernel=kernel,
@@ -156,7 +162,7 @@ def merged(
         target=target,
         out_type=(),
         grid=grid,
-        num_warps=num_warps,
+        num_warps=1,  # several would exchange their sums through shared memory: 11 µs for 3.5
         **constants,
     )  # fmt: skip
     return jax.freeze(out)
