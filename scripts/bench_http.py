@@ -91,6 +91,9 @@ class ListRunner:
         time.sleep(0)  # releases the interpreter's lock (GIL), like the call of an executable
         return Pending(plan, self._free_at)
 
+    def is_done(self, pending: Pending) -> bool:
+        return time.perf_counter() >= pending.done
+
     def collect(self, pending: Pending) -> list[Sampled | None]:
         if (left := pending.done - time.perf_counter()) > 0:
             time.sleep(left)

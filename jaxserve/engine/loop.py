@@ -56,6 +56,7 @@ class StepRunner[P](Protocol):
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]: ...
     def launch(self, plan: StepPlan) -> P: ...
+    def is_done(self, pending: P) -> bool: ...
     def collect(self, pending: P) -> list[Sampled | None]: ...
     def reset(self) -> None: ...
 
@@ -319,10 +320,10 @@ class StepLoop[P]:
                 return  # other commands wait for the end of the step
 
     def _collect(self, plan: StepPlan, pending: P) -> list[Sampled | None]:
-        began = time.perf_counter()
+        seen = not self.runner.is_done(pending)
         sampled = self.runner.collect(pending)
-        took = self._clock.took(began, time.perf_counter())
-        factor = _SHORTER if self._clock.ended is None else _LONGER
+        took = self._clock.took(time.perf_counter(), seen=seen)
+        factor = _LONGER if seen else _SHORTER
         self._open_share = min(factor * self._open_share, _OPEN_SHARE)
         self.recent.add(plan, took, self._metrics.last_step)
         correction = None if took is None else self.scheduler.learn(plan, took)

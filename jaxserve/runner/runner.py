@@ -199,6 +199,10 @@ class Runner:
         self._use_pages(caches)
         return is_done
 
+    def is_done(self, pending: Pending) -> bool:
+        """Whether the device has ended a step, so that `collect` does not wait."""
+        return pending.results.is_ready()
+
     def collect(self, pending: Pending) -> list[Sampled | None]:
         """Wait for a step and return its rows' results. Nothing else waits for the device."""
         results = np.asarray(pending.results)

@@ -21,9 +21,6 @@ _ODD = 0.25
 """Largest deviation of one step that counts, as a share of the expected time. So one delayed step
 changes little, and a GPU that has slowed down is believed after some steps."""
 
-_WAITED = 0.0002
-"""Seconds. A thread that waited this long for results saw the end of the step."""
-
 _LEAST, _MOST = 0.2, 1.5
 """Limits of a bucket's learned time, as shares of the table's. If the GPU was busy at start-up, the
 table's times are several times too long; they are never much too short."""
@@ -118,14 +115,18 @@ class StepClock:
         """When the last step ended, by `time.perf_counter`; None if the thread did not see it."""
         return self._ended
 
-    def took(self, began: float, now: float) -> float | None:
-        """Reports a wait for results from `began` to `now`. Returns the seconds that the step took.
+    def took(self, now: float, *, seen: bool) -> float | None:
+        """Reports that a step's results were read at `now`. Returns the seconds that the step took.
 
-        Returns None if the thread did not see both ends. Results that were ready at once ended at
-        an unknown earlier time, and then the device may have waited for the next launch.
+        Args:
+          seen: the step still ran when the thread began to wait for it. Otherwise it ended at an
+            unknown earlier time, and the device may have waited for the next launch.
+
+        Returns:
+          None if the thread did not see the end of this step, or of the one before it.
         """
         before = self._ended
-        self._ended = now if now - began >= _WAITED else None
+        self._ended = now if seen else None
         return None if before is None or self._ended is None else now - before
 
     def rest(self) -> None:

@@ -30,6 +30,9 @@ class SlowRunner(GatedRunner):
         self.order.append("launch")
         return super().launch(plan)
 
+    def is_done(self, pending: Pending) -> bool:
+        return False
+
     def collect(self, pending: Pending) -> list[Sampled | None]:
         self.free_at = max(self.free_at + STEP, time.perf_counter())
         time.sleep(max(self.free_at - time.perf_counter(), 0.001))
@@ -51,9 +54,13 @@ class Device(GatedRunner):
         self._ends.append(max(self._ends[-1], now) + STEP / 4)
         return super().launch(plan)
 
+    def is_done(self, pending: Pending) -> bool:
+        return time.perf_counter() >= self._ends[1]
+
     def collect(self, pending: Pending) -> list[Sampled | None]:
         self._ends.popleft()
         time.sleep(max(self._ends[0] - time.perf_counter(), 0.0))
+        time.sleep(0.0005)  # reading results takes time, too
         return super().collect(pending)
 
 

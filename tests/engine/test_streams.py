@@ -133,6 +133,9 @@ async def test_tokens_are_counted_while_their_sequences_run() -> None:
 
 async def test_steps_teach_the_scheduler_how_long_they_take() -> None:
     class Slow(GatedRunner):
+        def is_done(self, pending: Pending) -> bool:
+            return False
+
         def collect(self, pending: Pending) -> list[Sampled | None]:
             time.sleep(0.001)
             return super().collect(pending)

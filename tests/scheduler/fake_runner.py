@@ -181,6 +181,9 @@ class FakeRunner:
         self.launched += 1
         return Pending(self.launched, sampled)
 
+    def is_done(self, pending: Pending) -> bool:
+        return True
+
     def collect(self, pending: Pending) -> list[Sampled | None]:
         self.collected += 1
         assert pending.number == self.collected, "steps are collected in launch order"

@@ -117,15 +117,15 @@ def test_prompts_that_are_read_alone_neither_teach_nor_learn() -> None:
 
 def test_a_step_took_from_the_end_of_the_one_before_it() -> None:
     clock = StepClock()
-    assert clock.took(10.000, 10.004) is None, "nobody saw it begin"
-    assert clock.took(10.005, 10.012) == pytest.approx(8 * MS)
+    assert clock.took(10.004, seen=True) is None, "nobody saw it begin"
+    assert clock.took(10.012, seen=True) == pytest.approx(8 * MS)
 
 
 def test_a_step_whose_end_nobody_saw_does_not_count_nor_does_the_next_one() -> None:
     clock = StepClock()
-    clock.took(10.000, 10.004)
-    assert clock.took(10.020, 10.020) is None, "it had ended before"
-    assert clock.took(10.021, 10.029) is None, "it may have been launched late"
-    assert clock.took(10.030, 10.037) == pytest.approx(8 * MS)
+    clock.took(10.004, seen=True)
+    assert clock.took(10.020, seen=False) is None, "it had ended before"
+    assert clock.took(10.029, seen=True) is None, "it may have been launched late"
+    assert clock.took(10.037, seen=True) == pytest.approx(8 * MS)
     clock.rest()
-    assert clock.took(20.0, 20.004) is None
+    assert clock.took(20.004, seen=True) is None
