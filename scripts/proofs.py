@@ -192,6 +192,7 @@ PROOFS = {
         ),
     ),
     "hybrid-serving": _served_loops("qwen3.5-27b", "int4", *FIRST_TOKENS),
+    "hybrid-serving-27b-bf16": _served_loops("qwen3.5-27b", None, *FIRST_TOKENS),
     "hybrid-serving-35b-a3b": _served_loops("qwen3.5-35b-a3b", "fp8", *FIRST_TOKENS),
     "experts-serving": _served_loops("qwen3-30b-a3b", None, *TEN_CLIENTS),
     "experts-serving-int4": _served_loops("qwen3-30b-a3b", "int4", *TEN_CLIENTS),
