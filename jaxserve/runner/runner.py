@@ -201,7 +201,7 @@ class Runner:
 
     def is_done(self, pending: Pending) -> bool:
         """Whether the device has ended a step, so that `collect` does not wait."""
-        return pending.results.is_ready()
+        return cast(Any, pending.results).is_ready()  # jax.Array's type lacks it
 
     def collect(self, pending: Pending) -> list[Sampled | None]:
         """Wait for a step and return its rows' results. Nothing else waits for the device."""

@@ -91,7 +91,7 @@ def run_verify_step(
       The new states. The results of row r begin at r * bucket.positions.
     """
     model = model_of(params)
-    asked = bucket.unpack(in_scratch(packed))
+    asked = in_scratch(bucket.unpack(packed), packed[-1])
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
     size = page_size(paged(state.kv)[0])

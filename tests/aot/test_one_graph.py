@@ -62,7 +62,7 @@ def test_products_of_many_tokens_add_the_residual_stream(
 def test_layers_are_one_chain_of_kernels_or_nine_each(reports: dict[str, dict[str, Any]]) -> None:
     """Each is counted with the slice of the stacked weight that it reads, where it has one."""
     for bucket in ("decode_1", "decode_16", "decode_24", "decode_64"):
-        assert reports[bucket]["inside_graph"] <= 24, bucket
+        assert reports[bucket]["inside_graph"] <= 20, bucket
     assert reports["decode_256"]["inside_graph"] <= 4 * 17 + 20
 
 
@@ -70,7 +70,7 @@ def test_a_step_with_quantised_weights_is_one_cuda_graph_too() -> None:
     """Products by unpacking, in e4m3, and with the output matrix in int8."""
     flags = ("--layers", "2", "--decode", "1,64", "--prefill", "512")
     reports = inspect(*flags, "--quantization", "int4", "--lm-head-dtype", "int8")
-    assert reports["decode_1"]["inside_graph"] <= 25  # the layers are one call
+    assert reports["decode_1"]["inside_graph"] <= 20  # the layers are one call
     for name, report in reports.items():
         assert report["outside_graph"] == ["kCommandBuffer"], name
         assert report["kv_copies"] == 0, name
@@ -84,7 +84,7 @@ def test_layers_of_every_format_are_one_chain(name: str) -> None:
         "--layers", "2", "--decode", "1,64", "--prefill", "16", "--quantization", name
     )
     for bucket in ("decode_1", "decode_64"):
-        assert reports[bucket]["inside_graph"] <= 25, bucket
+        assert reports[bucket]["inside_graph"] <= 20, bucket
         assert reports[bucket]["outside_graph"] == ["kCommandBuffer"], bucket
 
 
@@ -93,7 +93,7 @@ def test_layers_of_gpt_oss_are_one_chain() -> None:
     flags = ("--model", "gpt-oss-20b", "--layers", "2", "--decode", "1,8,64", "--prefill", "16")
     reports = inspect(*flags)
     for bucket in ("decode_1", "decode_8", "decode_64"):
-        assert reports[bucket]["inside_graph"] <= 25, bucket
+        assert reports[bucket]["inside_graph"] <= 20, bucket
         assert reports[bucket]["outside_graph"] == ["kCommandBuffer"], bucket
 
 
@@ -108,4 +108,4 @@ def test_layers_of_hybrid_models_are_one_chain_with_few_arguments(name: str, wei
         assert report["kv_copies"] == 0 and report["calls_with_input"] <= 2, bucket
         assert report["outside_graph"] == ["kCommandBuffer"], bucket
     for bucket in ("decode_1", "decode_64"):
-        assert reports[bucket]["inside_graph"] <= 25, bucket
+        assert reports[bucket]["inside_graph"] <= 20, bucket

@@ -57,10 +57,22 @@ def _configure(
     return choose(x, gates, step, target=target)
 
 
-def _together(config: Config, *args: Any, layer: int, target: Target) -> Any:
+def _together(
+    config: Config,
+    x: Array,
+    projected: Array,
+    gates: Array,
+    weight: Array,
+    state: Array,
+    step: RecurrentStep,
+    *,
+    layer: int,
+    target: Target,
+) -> tuple[Array, Array, Array]:
     from jaxserve_kernels.causal_conv import triton_gates  # needs Triton: only for GPUs
 
-    return triton_gates.conv_and_gates(config, *args[:-1], layer, args[-1], target=target)
+    arrays = x, projected, gates, weight, state
+    return triton_gates.conv_and_gates(config, *arrays, layer, step, target=target)
 
 
 def _apart(
