@@ -56,11 +56,11 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, registry
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.programs.executable_cache import Executable, ExecutableCache
-from jaxserve.programs.executables import obtain
+from jaxserve.programs.executables import obtain, on_compile
 from jaxserve.runner import kv_cache
 from jaxserve.runner.fingerprint import program_key
 from jaxserve.runner.programs import RunnerConfig, programs
-from jaxserve.runner.runner import Pending, Runner, on_compile
+from jaxserve.runner.runner import Pending, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_checkpoints.resolve import EMBEDDED_NAME, embedded_model

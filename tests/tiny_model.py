@@ -14,9 +14,10 @@ from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.layer_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, Rope
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
+from jaxserve.programs.executables import on_compile
 from jaxserve.runner import kv_cache
 from jaxserve.runner.programs import RunnerConfig
-from jaxserve.runner.runner import Runner, on_compile
+from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.dummy import dummy_params
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
+import jax
+
 from jaxserve.programs.executable_cache import Executable, ExecutableCache, Program, Unusable
 
 log = logging.getLogger(__name__)
@@ -167,3 +169,13 @@ def by_reason(reasons: Mapping[str, str]) -> str:
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     return "; ".join(f"{reason}: {', '.join(group)}" for reason, group in names.items())
+
+
+def on_compile(callback: Callable[[], None]) -> None:
+    """Calls `callback` after every XLA compilation of this process, on the compiling thread."""
+
+    def listener(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            callback()
+
+    jax.monitoring.register_event_duration_secs_listener(listener)

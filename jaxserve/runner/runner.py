@@ -396,13 +396,3 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 def _warm_calls() -> int:
     """Returns 2 on a GPU: the first call runs op by op, the second records the CUDA graph."""
     return 2 if jax.default_backend() == "gpu" else 1
-
-
-def on_compile(callback: Callable[[], None]) -> None:
-    """Call `callback` after every XLA compilation of this process, on the compiling thread."""
-
-    def listener(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            callback()
-
-    jax.monitoring.register_event_duration_secs_listener(listener)

@@ -22,9 +22,9 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import decoder
 from jaxserve.offload.slab import HostSlab
 from jaxserve.programs.executable_cache import NOT_THERE, Executable
-from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain
+from jaxserve.programs.executables import Obtained, OnMissing, by_reason, obtain, on_compile
 from jaxserve.runner.programs import RunnerConfig
-from jaxserve.runner.runner import Pending, Runner, on_compile
+from jaxserve.runner.runner import Pending, Runner
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.speculation.head import HeadDrafts
 from jaxserve.scheduler.speculation.lookup import Lookup

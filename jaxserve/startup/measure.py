@@ -97,8 +97,8 @@ def step_times(runner: Runner, config: RunnerConfig, file: Path) -> StepTimes:
     if busy is not None:
         log.warning(
             "the machine was busy with other work while steps were timed, %d times in a row: equal "
-            "steps took %.2f to %.2f ms. Chunks of prompts may have the wrong size. Start again "
-            "when it is idle",
+            "steps took %.2f to %.2f ms. Chunks of prompts may have the wrong size at first: the "
+            "times are corrected while serving, and the next start measures them again",
             len(made),
             *(1e3 * each for each in busy),
         )
