@@ -80,5 +80,15 @@ def page_tables(state: Array, groups: int) -> list[Array]:
     return [state[:, PAGES + width * each : PAGES + width * (each + 1)] for each in range(groups)]
 
 
+def pages_at(state: Array, groups: int, slots: Array, entries: Array) -> list[Array]:
+    """Returns entries [tokens] of the page tables of slots [tokens], for each cache group.
+
+    The same as an index into `page_tables`, which XLA copies for the kernels. So it would read them
+    in a kernel of its own, after that copy.
+    """
+    width = (state.shape[1] - PAGES) // groups
+    return [state[slots, PAGES + width * each + entries] for each in range(groups)]
+
+
 def _float_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", value))[0]

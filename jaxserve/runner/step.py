@@ -160,17 +160,18 @@ def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
     caches = paged(kv)
     groups, page_tokens = len(caches), page_size(caches[0])
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
-    positions = inputs.token_positions
+    slots, positions = inputs.token_slots, inputs.token_positions
+    pages = sequence_state.pages_at(sequences, groups, slots, positions // page_tokens)
     places = tuple(
         AttentionStep(
-            slots=inputs.token_slots,
+            slots=slots,
             positions=positions,
-            pages=table[inputs.token_slots, positions // page_tokens],
+            pages=own,
             offsets=positions % page_tokens,
             tiles=inputs.tiles,
             page_table=table,
         )
-        for table in sequence_state.page_tables(sequences, groups)
+        for own, table in zip(pages, sequence_state.page_tables(sequences, groups), strict=True)
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
     return StepTokens(ids, places)
