@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.layer_spec import DeltaNetSpec
 from jaxserve.model_spec import ModelSpec
-from jaxserve_kernels.causal_conv import conv_and_gates, convolve, keep_inputs
+from jaxserve_kernels.causal_conv import Operands, conv_and_gates, convolve, keep_inputs
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
@@ -129,8 +129,8 @@ def mix(
         own = (weights, projected, gates, state.state, layer, step, spec)
         out, inputs = _looked_ahead(*own, target=target)
         return out, state._replace(inputs=(*state.inputs, inputs))
-    arrays = (x, projected, weights.in_gates, weights.conv, state.conv, layer, step)
-    mixed, gates, conv = conv_and_gates(*arrays, target=target)
+    operands = Operands(x, projected, weights.in_gates, weights.conv, state.conv, step)
+    mixed, gates, conv = conv_and_gates(operands, layer, target=target)
     out, delta = gated_delta_rule(
         RuleTokens(mixed, gates, projected),
         RuleWeights(weights.a_log, weights.dt_bias, weights.norm),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve_kernels import ptxas
-from jaxserve_kernels.causal_conv import conv_and_gates, convolve, keep_inputs
+from jaxserve_kernels.causal_conv import Operands, conv_and_gates, convolve, keep_inputs
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
     RuleConfig,
@@ -93,9 +93,8 @@ def test_recurrent_layers_compile(
     def layer(
         x: Any, projected: Any, gates: Any, conv: Any, weights: Any, states: Any, step: Any
     ) -> Any:
-        mixed, gates, kept = conv_and_gates(
-            x, projected, gates, conv, states[0], LAYER, step, target=target
-        )
+        operands = Operands(x, projected, gates, conv, states[0], step)
+        mixed, gates, kept = conv_and_gates(operands, LAYER, target=target)
         tokens = RuleTokens(mixed, gates, projected)
         out, state = gated_delta_rule(
             tokens, weights, states[1], LAYER, step, config=config, target=target

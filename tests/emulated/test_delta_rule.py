@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import pytest
 
-from jaxserve_kernels.causal_conv.gates_config import choose
+from jaxserve_kernels.causal_conv.gates_config import Operands, choose
 from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig, hopper_blocks, triton
 from jaxserve_kernels.op import Refusal
 from tests.emulator.targets import HOPPER, PDL
@@ -97,4 +99,6 @@ def test_the_convolution_and_the_gates(embed: int, rows: int, tokens: int) -> No
 def test_the_gates_of_prompts_are_a_product_of_their_own() -> None:
     step = Mix([Part(1, 0, 16)], 16, (0, 16, 0, 0, 0)).step(16)
     x, gates = jnp.zeros((16, 384), jnp.bfloat16), jnp.zeros((12, 384), jnp.bfloat16)
-    assert choose(x, gates, step, target=PDL) == Refusal("not rows of one token each")
+    rest: Any = None
+    operands = Operands(x, rest, gates, rest, rest, step)
+    assert choose(operands, target=PDL) == Refusal("not rows of one token each")

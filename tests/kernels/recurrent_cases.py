@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve_kernels import pdl
-from jaxserve_kernels.causal_conv import causal_conv, conv_and_gates, convolve, keep_inputs
+from jaxserve_kernels.causal_conv import (
+    Operands,
+    causal_conv,
+    conv_and_gates,
+    convolve,
+    keep_inputs,
+)
 from jaxserve_kernels.dense_matmul.reference import sum_parts
 from jaxserve_kernels.gated_delta_rule import (
     Heads,
@@ -121,8 +127,7 @@ def check_conv_and_gates(
     """The convolution and the gates: both results side by side, and the inputs it keeps."""
 
     def separate(*args: Any, target: Target) -> Any:
-        *before, step = args
-        return conv_and_gates(*before, LAYER, step, target=target)
+        return conv_and_gates(Operands(*args), LAYER, target=target)
 
     def beside(mixed: Any, gates: Any, kept: Any) -> Any:
         return jnp.concatenate([mixed.astype(jnp.float32), gates.sum(0)], axis=1), kept

@@ -1,8 +1,9 @@
-"""Launch parameters of the kernel that convolves and multiplies the gates."""
+"""Operands and launch parameters of the kernel that convolves and multiplies the gates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -22,6 +23,20 @@ _MOST_TOKENS = 64
 """With more, the product reads the weight often. A rule, not measured."""
 
 
+class Operands(NamedTuple):
+    """Arguments of `gates.conv_and_gates`."""
+
+    x: Array
+    """[tokens, embed], the layer's normed input."""
+    projected: Array
+    gates: Array
+    """[rows, embed], the gates' weight."""
+    weight: Array
+    state: Array
+    step: RecurrentStep
+    """For projected, weight, state and step see `reference.causal_conv`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The inputs of the product are `splits` parts of `steps` steps."""
@@ -30,8 +45,9 @@ class Config:
     steps: int
 
 
-def choose(x: Array, gates: Array, step: RecurrentStep, *, target: Target) -> Config | Refusal:
-    """The configuration for x [tokens, embed] and the gates' weight [rows, embed]."""
+def choose(operands: Operands, *, target: Target) -> Config | Refusal:
+    """The configuration of the kernel, or why it does not accept the operands."""
+    x, gates, step = operands.x, operands.gates, operands.step
     if not target.uses_triton() or not target.pdl:
         return NOT_PDL
     if step.rows.blocked is not None:

@@ -14,9 +14,8 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.causal_conv.gates_config import DEPTH, ROWS, Config
+from jaxserve_kernels.causal_conv.gates_config import DEPTH, ROWS, Config, Operands
 from jaxserve_kernels.causal_conv.triton import CHANNELS, convolve_row, sizes
-from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -81,18 +80,10 @@ def _conv_and_gates(
 
 
 def conv_and_gates(
-    config: Config,
-    x: Array,
-    projected: Array,
-    gates: Array,
-    weight: Array,
-    state: Array,
-    layer: int,
-    step: RecurrentStep,
-    *,
-    target: Target,
+    config: Config, operands: Operands, layer: int, *, target: Target
 ) -> tuple[Array, Array, Array]:
     """See `gates.conv_and_gates`. Results of padding tokens are undefined."""
+    x, projected, gates, weight, state, step = operands
     rows, place = step.rows, jax.new_ref(state)
     (tokens, k), n, channels = x.shape, gates.shape[0], weight.shape[0]
     programs = triton.cdiv(n, ROWS) * config.splits * triton.cdiv(tokens, _TOKENS)
