@@ -118,8 +118,13 @@ def _busy(runner: Runner, config: RunnerConfig, times: StepTimes) -> tuple[float
     fast, slow = spread_of(runner, config)
     if slow > _MOST_SPREAD * fast:
         return fast, slow
-    measured = times.decode[min(times.decode)]
-    return (fast, measured) if measured > _MOST_SLOWER * fast else None
+    seconds = _Stopwatch(runner, config)
+    pairs = [(fast, times.decode[min(times.decode)])]
+    pairs += [
+        (seconds.of(seconds.chunk(size, 0)), times.mixed[size])
+        for size in sorted({min(times.mixed), max(times.mixed)})
+    ]
+    return next((pair for pair in pairs if pair[1] > _MOST_SLOWER * pair[0]), None)
 
 
 def spread_of(runner: Runner, config: RunnerConfig) -> tuple[float, float]:

@@ -129,10 +129,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_busy_gpu_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another server starts during the first measurement, and not after it."""
-    idle = StepTimes(decode={1: 0.005, 4: 0.006}, mixed={8: 0.007, 32: 0.008})
-    shared = StepTimes(decode={1: 0.012, 4: 0.013}, mixed={8: 0.007, 32: 0.008})
+@pytest.mark.parametrize("slow", ["decode", "mixed"])
+def test_a_busy_gpu_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Another server starts during a part of the first measurement, and not after it."""
+    idle = StepTimes(decode={1: 0.005, 4: 0.006}, mixed={8: 0.005, 32: 0.005})
+    times: dict[int, float] = getattr(idle, slow)
+    shared = replace(idle, **{slow: {size: 2.5 * each for size, each in times.items()}})
     made = iter([shared, idle])
     monkeypatch.setattr(measure, "measure", lambda *_: next(made))
     runner: Any = _Recorder()
@@ -161,7 +165,7 @@ def test_times_of_a_busy_gpu_are_not_kept(
     kept: bool,
 ) -> None:
     """Every second step waits for the work of another process."""
-    made = replace(MEASURED, decode={1: 0.005, 4: 0.2})
+    made = StepTimes(decode={1: 0.005, 4: 0.2}, mixed={8: 0.005, 32: 0.005})
     monkeypatch.setattr(measure, "measure", lambda *_: made)
     runner: Any = _Recorder(others)
     file = tmp_path / "step_times.json"
