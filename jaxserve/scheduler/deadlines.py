@@ -10,9 +10,9 @@ from jaxserve.api import DeadlineMissed
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.scheduler.admission import OutputLengths
 from jaxserve.scheduler.in_time import Capacity, Job, all_in_time, in_time
+from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.queue import Shed, WaitingQueue
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.step_times import StepTimes
 
 STRETCH = 1000.0
 """A request without a deadline is due after waiting this many times its prefill duration."""
@@ -62,16 +62,21 @@ class _Forecast:
         self,
         config: SchedulerConfig,
         cache: CacheConfig,
-        times: StepTimes | None,
+        times: LearnedTimes | None,
         lengths: OutputLengths,
     ):
         self._lengths = lengths
         self._cache_tokens, self._least_share = cache.usable_tokens, 1 / config.max_num_seqs
-        self.prefill_rate = times.prefill_rate if times else _UNKNOWN_RATE
+        self._times = times
         self._full = _UNKNOWN_STEP
         if times:
             self._full = times.of_decode(config.max_num_seqs, self._cache_tokens)
         self.step = _StepPace(self._full)
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second."""
+        return self._times.prefill_rate if self._times else _UNKNOWN_RATE
 
     def decode(self, seq: Sequence, generated: int) -> float:
         """Returns the seconds of its decode steps, times its share of the cache or of the slots."""
@@ -181,7 +186,7 @@ class DeadlineQueue(WaitingQueue):
         self,
         config: SchedulerConfig,
         cache: CacheConfig,
-        times: StepTimes | None,
+        times: LearnedTimes | None,
         lengths: OutputLengths,
     ):
         super().__init__()
@@ -291,7 +296,7 @@ class DeadlineQueue(WaitingQueue):
 
 
 def waiting_queue(
-    config: SchedulerConfig, cache: CacheConfig, times: StepTimes | None, lengths: OutputLengths
+    config: SchedulerConfig, cache: CacheConfig, times: LearnedTimes | None, lengths: OutputLengths
 ) -> WaitingQueue:
     """Returns an empty queue of the configured policy."""
     if config.policy == "slo":

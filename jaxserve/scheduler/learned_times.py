@@ -54,6 +54,11 @@ class LearnedTimes:
         """The mixed buckets, in tokens."""
         return tuple(self._table.mixed)
 
+    @property
+    def prefill_rate(self) -> float:
+        """See `StepTimes.prefill_rate`."""
+        return max(size / self._mixed.of(size) for size in self.sizes)
+
     def of_decode(self, rows: int, context: int) -> float:
         """See `StepTimes.of_decode`."""
         return self._decode.of(rows) + context * self._table.decode_context

@@ -13,10 +13,10 @@ from jaxserve.scheduler.admission import OutputLengths, refuse_impossible
 from jaxserve.scheduler.deadlines import waiting_queue
 from jaxserve.scheduler.host_tier import HostTier, TierParts
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.learned_times import LearnedTimes
 from jaxserve.scheduler.occupancy import occupancy
 from jaxserve.scheduler.pages import PagePool
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.step_times import StepTimes
 from jaxserve.views import Occupancy
 
 
@@ -29,7 +29,7 @@ class LiveSequences:
         config: SchedulerConfig,
         cache: CacheConfig,
         *,
-        times: StepTimes | None = None,
+        times: LearnedTimes | None = None,
         lengths: OutputLengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
         cache_events: Sink | None = None,

@@ -80,20 +80,20 @@ class Scheduler(Commits):
           cache_events: gets the events of cached pages, once the device has computed the pages.
           host: a tier for the pages that the device evicts; None: evicted pages are lost.
         """
+        self._times = times
+        self._learned = times and LearnedTimes(times)
         super().__init__(
             config,
             cache,
-            times=times,
+            times=self._learned,
             lengths=lengths,
             clock=clock,
             cache_events=cache_events,
             host=host,
         )
-        self._times = times
         context = config.max_chunk_context
         self._least = cache.state_block
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
-        self._learned = times and LearnedTimes(times)
         self._verify = verification and VerifyRows(
             verification,
             self._kv_cache,

@@ -105,6 +105,7 @@ def test_a_table_from_a_busy_gpu_is_corrected() -> None:
         plan = step(30, 512 - 30)
         times.learn(plan, TRUE.of(plan))
     assert mixed(times, 512) == pytest.approx(TRUE.of_mixed(512, 30, 30_000), rel=0.02)
+    assert times.prefill_rate == pytest.approx(512 / TRUE.mixed[512], rel=0.02)
 
 
 def test_prompts_that_are_read_alone_neither_teach_nor_learn() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import POLICIES, CacheConfig, SchedulerConfig
-from jaxserve.plan import Sampled
+from jaxserve.plan import Row, Sampled, StepPlan
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.deadlines import STRETCH
 from jaxserve.scheduler.in_time import Capacity, Job, in_time
@@ -258,6 +258,26 @@ def test_who_waits_beyond_its_deadline_is_told_when_to_come_again() -> None:
     assert name == "late" and error.retry_after > 1
     assert scheduler.num_waiting == 39
     scheduler.check()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_deadlines_are_judged_by_learned_times(learned: bool) -> None:
+    """The table was measured on a busy GPU: prompts take a fifth of its times."""
+    now = 0.0
+    slow = replace(TIMES, mixed={size: 5 * seconds for size, seconds in TIMES.mixed.items()})
+    config = SchedulerConfig(
+        max_num_seqs=1, max_model_len=2048, max_num_batched_tokens=256, policy="slo"
+    )
+    scheduler = Scheduler(config, CACHE, times=slow, clock=lambda: now)
+    chunk = Row(1, 1, 0, (1,) * 255, True)
+    step = StepPlan(rows=(Row(0, 0, 100, (), True), chunk))
+    for _ in range(600 if learned else 0):
+        scheduler.learn(step, TIMES.of(step))
+    scheduler.add(arrival("running", 0.0, prompt=500).request)
+    scheduler.plan()
+    scheduler.add(arrival("waiting", 0.0, prompt=500, ttft_slo=0.6).request)
+    now = 0.3  # by the table its prefill takes another 0.49 s, in truth 0.1
+    assert bool(scheduler.shed()) != learned
 
 
 def test_short_answers_are_in_time_while_long_ones_use_what_they_leave() -> None:
