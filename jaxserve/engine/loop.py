@@ -41,8 +41,8 @@ _OPEN_SHARE = 0.75
 waits for the results alone, because steps may end earlier than expected."""
 
 _SHORTER, _LONGER = 0.5, 1.05
-"""Factors of that share after a step that ended while requests were queued, and after any other
-step. So steps that are much faster than expected are late once in 15, not always."""
+"""Factors of that share after a step that had ended when this thread came to wait for it, and after
+any other step. If steps are much faster than expected, such steps are one in 15, not one in two."""
 
 _QUIET = 1.0
 """Seconds without work before `Scheduler.check` runs. The check takes milliseconds, which would

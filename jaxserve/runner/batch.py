@@ -126,7 +126,7 @@ class Bucket:
 
     @property
     def packed_size(self) -> int:
-        """Numbers of a packed step. The last one is 0: see `step.in_scratch`."""
+        """Numbers of a packed step. The last one is 0: see `step.unaliased`."""
         return sum(self._sizes) + 1
 
     def holds(self, plan: StepPlan) -> bool:

@@ -64,14 +64,15 @@ class DeviceState(NamedTuple):
     token, see `sequence_state.HEAD_STATE`."""
 
 
-def in_scratch[Inputs](inputs: Inputs, zero: Array) -> Inputs:
-    """Returns the parts of a packed step so that our kernels never read the packed argument.
+def unaliased[Inputs](inputs: Inputs, zero: Array) -> Inputs:
+    """Returns the parts of a packed step as arrays of their own, so that our kernels never read the
+    packed argument.
 
-    It has another address in each step. Before each launch XLA changes the nodes of the graph that
-    read it, and for one of our launches it runs that launch again: all layers of a decode step are
-    one node. XLA would pass a plain slice, but it does not know that a packed step's last number,
-    `zero`, is 0. It adds it in the kernels that read the parts, which are its own, and copies the
-    other parts of one size in one kernel.
+    The argument has another address in each step. Before each launch XLA changes the nodes of the
+    graph that read it. For a node of ours it runs the launch again, and all layers of a decode step
+    are one node. XLA would pass a plain slice of the argument. But it does not know that a packed
+    step's last number, `zero`, is 0, so it adds that: in its own kernels that read the parts, or in
+    one kernel for all parts of one size.
     """
     return jax.tree.map(lambda part: part + zero, inputs)
 
@@ -99,7 +100,7 @@ def run_step(
       The new state, including the results.
     """
     model, taps = model_of(params), taps_of(draft)
-    inputs = in_scratch(bucket.unpack(packed), packed[-1])
+    inputs = unaliased(bucket.unpack(packed), packed[-1])
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
     tokens = locate(inputs, sequences, state.kv)
     if spec.state is not None:

@@ -89,7 +89,7 @@ class VerifyBucket:
 
     @property
     def packed_size(self) -> int:
-        """Numbers of a packed step. The last one is 0: see `step.in_scratch`."""
+        """Numbers of a packed step. The last one is 0: see `step.unaliased`."""
         return sum(self._sizes) + 1
 
     @property

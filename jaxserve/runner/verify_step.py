@@ -26,12 +26,12 @@ from jaxserve.runner.draft_step import (
 )
 from jaxserve.runner.step import (
     DeviceState,
-    in_scratch,
     locate,
     overwritten,
     result_rows,
     row_adjustments,
     row_sampling,
+    unaliased,
 )
 from jaxserve.runner.verify import NO_TOKEN, VerifyBucket, VerifyInputs, VerifyState
 from jaxserve_kernels.kv_format import format_of, page_size
@@ -91,7 +91,7 @@ def run_verify_step(
       The new states. The results of row r begin at r * bucket.positions.
     """
     model = model_of(params)
-    asked = in_scratch(bucket.unpack(packed), packed[-1])
+    asked = unaliased(bucket.unpack(packed), packed[-1])
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
     size = page_size(paged(state.kv)[0])

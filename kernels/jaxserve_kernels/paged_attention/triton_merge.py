@@ -20,7 +20,7 @@ _MERGED = 32
 """Rows of parts that a program of `_merge_many` holds."""
 
 _BY_A_WARP = 1024
-"""Numbers of parts that a program of `_merge` adds. It is one warp."""
+"""Numbers that a program of `_merge`, one warp, reads from the parts."""
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def merged(
     }  # fmt: skip
     if tile_size == 1:
         kernel = _merge
-        taken = constants["TAKEN"] = min(head_dim, max(16, _BY_A_WARP // constants["WIDTH"]))
+        taken = constants["TAKEN"] = min(head_dim, _BY_A_WARP // constants["WIDTH"])
         grid = (num_tiles, q_heads, head_dim // taken)
     else:
         kernel = _merge_many
