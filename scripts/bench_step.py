@@ -96,8 +96,9 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.profile:
-        for batch in args.batch:
-            profile(runner, config, batch, args.context[0], 8)
+        with turn(args.turns):
+            for batch in args.batch:
+                profile(runner, config, batch, args.context[0], 8)
     earlier = json.loads(args.compare.read_text()) if args.compare else None
     show(result, earlier)
     if earlier and args.assert_ratio:
