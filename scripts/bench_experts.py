@@ -321,8 +321,9 @@ def sparse_layers(
     normed = x
     for index in range(logits.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
-        ids, weight = route(logits[index], routing, target=target)
-        parts = experts(normed, ids, weight, layer, activation=sizes.activation, target=target)
+        ids, weight, order = route(logits[index], routing, target=target)
+        own = normed, ids, weight, layer, order
+        parts = experts(*own, activation=sizes.activation, target=target)
         both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
         x, normed = both
     return x, normed

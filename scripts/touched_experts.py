@@ -50,7 +50,7 @@ def counting(counts: list[int]) -> Callable[..., jax.Array]:
     def counted(
         x: jax.Array, scores: jax.Array, routing: Routing, *args: Any, bias: Any, **options: Any
     ) -> jax.Array:
-        ids, _ = route(scores, routing, bias, target=options["target"])
+        ids, *_ = route(scores, routing, bias, target=options["target"])
         ranked = ids.ravel().sort()
         touched = 1 + (ranked[1:] != ranked[:-1]).sum()
         jax.debug.callback(lambda count: counts.append(int(count)), touched)

@@ -50,8 +50,8 @@ def mixture(
 
 def layer(activation: ExpertActivation, routing: Routing) -> Callable[..., Any]:
     def call(x: Any, logits: Any, w: ExpertWeights, bias: Any, *, target: Target) -> Any:
-        ids, weight = route(logits, routing, bias, target=target)
-        return experts(x, ids, weight, w, activation=activation, target=target)
+        ids, weight, order = route(logits, routing, bias, target=target)
+        return experts(x, ids, weight, w, order, activation=activation, target=target)
 
     return call
 
@@ -97,7 +97,7 @@ def test_many_tokens_on_hopper_with_biases_compile(name: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [
-    (1, ["route"]), (8, ["route", "order_pairs"]),
+    (1, ["route"]), (8, ["route"]), (64, ["route", "order_pairs"]),
 ])  # fmt: skip
 def test_what_comes_before_the_products(tokens: int, expected: list[str]) -> None:
     routing, w = mixture(QWEN, "int4", biases=False)

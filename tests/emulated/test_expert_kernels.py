@@ -212,10 +212,29 @@ def test_route(scoring: Any, normalize: bool, parts: int) -> None:
     if not parts:
         logits = logits.at[0, 5].set(logits[0].max()).at[0, 9].set(logits[0].max())  # equals
     bias = jnp.asarray(rng.standard_normal(24), jnp.bfloat16) if parts else None
-    ids, weights = route(logits, routing, bias, target=PDL)
-    expected_ids, expected_weights = route(logits, routing, bias, target=REFERENCE)
+    ids, weights, _ = route(logits, routing, bias, target=PDL)
+    expected_ids, expected_weights, _ = route(logits, routing, bias, target=REFERENCE)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-6)
+
+
+@pytest.mark.parametrize("target", [HOPPER, PDL], ids=["plain", "early"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize(("count", "k"), [(6, 3), (40, 4)])
+def test_few_tokens_are_routed_and_sorted_at_once(
+    count: int, k: int, tokens: int, target: Target
+) -> None:
+    logits = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, count)))
+    routing = Routing(num_experts=count, top_k=k)
+    ids, weights, found = route(logits, routing, target=target)
+    expected_ids, expected_weights, _ = route(logits, routing, target=REFERENCE)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(weights, expected_weights, rtol=2e-6)
+    assert (found is not None) == (1 < tokens <= 16)
+    if found is not None:
+        expected = order(expected_ids, count, target=HOPPER)
+        np.testing.assert_array_equal(found.pairs, expected.pairs)
+        np.testing.assert_array_equal(found.ends, expected.ends)
 
 
 def test_a_token_of_nan_goes_to_experts_that_exist() -> None:

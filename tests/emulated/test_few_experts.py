@@ -116,7 +116,7 @@ def test_choices(routing: Routing) -> None:
     down = jnp.zeros((48, 64, 64), jnp.bfloat16).at[:, :, 0].set(1.0) * number
     w = ExpertWeights(gate_up, down)
     found = routed_experts(x, scores, routing, w, target=PDL)
-    ids, weights = route(scores.at[..., 3].set(-jnp.inf), routing, target=REFERENCE)
+    ids, weights, _ = route(scores.at[..., 3].set(-jnp.inf), routing, target=REFERENCE)
     hidden = float(jax.nn.silu(jnp.float32(1.0)).astype(jnp.bfloat16))
     wanted = np.asarray(ids, np.float32) * np.asarray(weights) * hidden
     np.testing.assert_allclose(found[:, 0, 0], wanted[0], rtol=2e-6)

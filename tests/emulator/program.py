@@ -63,7 +63,7 @@ class Program:
             program_id=lambda axis: scalar(self._at[axis]),
             num_programs=lambda axis: scalar(self._grid[axis]),
             num_warps=lambda: self._begun.warps or self._warps,
-            load=lambda pointer, mask=True, other=0, cache_modifier="": pointer.load(mask, other),
+            load=lambda pointer, mask=True, other=0, **_how: pointer.load(mask, other),
             store=lambda pointer, values, mask=True: pointer.store(values, mask),
             atomic_add=self._add,
             atomic_xchg=lambda pointer, value, sem, scope: pointer.exchange(value, sem),

@@ -46,7 +46,7 @@ def test_route(scoring: Any, normalize: bool) -> None:
     parts, bias = rng.standard_normal((3, 9, 12)), rng.standard_normal(12)
     routing = Routing(num_experts=12, top_k=4, scoring=scoring, normalize=normalize)
     beyond = jnp.pad(jnp.asarray(parts), ((0, 0), (0, 0), (0, 4)), constant_values=9.0)
-    ids, values = route(beyond, routing, jnp.asarray(bias), target=CPU)
+    ids, values, _ = route(beyond, routing, jnp.asarray(bias), target=CPU)
     expected = routed(parts.sum(0) + bias, 4, scoring, normalize=normalize)
     np.testing.assert_array_equal(ids, expected[0])
     np.testing.assert_allclose(values, expected[1], rtol=1e-5)
@@ -55,7 +55,7 @@ def test_route(scoring: Any, normalize: bool) -> None:
 
 def test_gpt_oss_takes_the_softmax_of_the_chosen_logits() -> None:
     logits = np.random.default_rng(1).standard_normal((5, 8))
-    ids, values = route(jnp.asarray(logits), Routing(num_experts=8, top_k=3), target=CPU)
+    ids, values, _ = route(jnp.asarray(logits), Routing(num_experts=8, top_k=3), target=CPU)
     chosen = np.exp(np.take_along_axis(logits, np.asarray(ids), axis=1))
     np.testing.assert_allclose(values, chosen / chosen.sum(1, keepdims=True), rtol=1e-5)
 
@@ -106,7 +106,8 @@ def made(
     w = ExpertWeights(weight(2 * width, embed), weight(embed, width), bias(2 * width), bias(embed))
     x = jax.random.normal(next(keys), (tokens, embed)).astype(dtype)
     logits = jax.random.normal(next(keys), (tokens, count))
-    return x, *route(logits, Routing(num_experts=count, top_k=k), target=REFERENCE), w
+    ids, values, _ = route(logits, Routing(num_experts=count, top_k=k), target=REFERENCE)
+    return x, ids, values, w
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oss"])

@@ -15,6 +15,7 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, Token
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, store_quantized
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_loads import all_loaded
 
 _ALONE = 64
 """Up to this many tokens, a program has a multiprocessor for itself. More warps then have more of
@@ -41,22 +42,28 @@ def add_and_norm(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
-    update = tl.zeros([BLOCK], tl.float32)
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0, volatile=True)
+    found = ()
     for part in tl.static_range(parts):
-        update += tl.load(update_ptr + part * stride + row + column, mask=mask, other=0.0)
-    if BIAS:
-        update += bias
-    update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
-    total = (x.to(tl.float32) + update).to(x.dtype)
-    tl.store(total_ptr + row + column, total, mask=mask)
-    wide = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
-    normed = wide * scale
-    if weight.dtype == x.dtype:
-        normed = normed.to(x.dtype).to(tl.float32)
-    normed *= weight.to(tl.float32)
-    return normed.to(x.dtype)
+        at = update_ptr + part * stride + row + column
+        found = found + (tl.load(at, mask=mask, other=0.0, volatile=True),)  # noqa: RUF005
+    normed = tl.zeros_like(x)
+    if all_loaded(2):
+        update = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(parts):
+            update += found[part]
+        if BIAS:
+            update += bias
+        update = update.to(x.dtype).to(tl.float32)  # rounded where the reference rounds
+        total = (x.to(tl.float32) + update).to(x.dtype)
+        tl.store(total_ptr + row + column, total, mask=mask)
+        wide = total.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
+        every = wide * scale
+        if weight.dtype == x.dtype:
+            every = every.to(x.dtype).to(tl.float32)
+        normed = (every * weight.to(tl.float32)).to(x.dtype)
+    return normed
 
 
 @triton.jit

@@ -19,13 +19,22 @@ _ELEMENTS = 1024
 
 
 @triton.jit
-def _sum(x_ptr, bias_ptr, at, stride, parts: tl.constexpr, width: tl.constexpr, token, dtype):
-    """The sum over the parts of elements `at` of a token's projection, rounded to `dtype`."""
-    total = tl.load(x_ptr + token * width + at).to(tl.float32)
-    for part in tl.static_range(1, parts):
-        total += tl.load(x_ptr + part * stride + token * width + at).to(tl.float32)
+def _load(x_ptr, bias_ptr, at, stride: tl.constexpr, parts: tl.constexpr):
+    """The parts of elements `at` of a token's projection, and their bias: see `_sum`."""
+    found = ()
+    for part in tl.static_range(parts):
+        found = found + (tl.load(x_ptr + part * stride + at, volatile=True),)  # noqa: RUF005
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + at).to(tl.float32)
+        found = found + (tl.load(bias_ptr + at, volatile=True),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _sum(found, dtype: tl.constexpr):
+    """The sum of `_load`'s parts, rounded to `dtype`."""
+    total = found[0].to(tl.float32)
+    for index in tl.static_range(1, len(found)):
+        total += found[index].to(tl.float32)
     return total.to(dtype)
 
 
@@ -41,42 +50,48 @@ def _weighted(x, scale, weight):
 @triton.jit
 def _prologue(
     x_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, out_ptr, gate_ptr,
-    stride, parts: tl.constexpr, width: tl.constexpr, q_heads: tl.constexpr,
+    stride: tl.constexpr, parts: tl.constexpr, width: tl.constexpr, q_heads: tl.constexpr,
     kv_heads: tl.constexpr, half: tl.constexpr, eps: tl.constexpr, GATED: tl.constexpr,
     DIM: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    """One head, or the gate of a query head. The projection has a gate after each query head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    made: tl.constexpr = q_heads + 2 * kv_heads
     dim = tl.arange(0, DIM)
     rotated = dim < 2 * half
+    # The other element of each rotated pair (i, i + half).
+    other = tl.where(dim < half, dim + half, tl.where(rotated, dim - half, dim))
     angle = tl.where(dim < half, dim, dim - half)
     cos = tl.load(cos_ptr + token * half + angle, mask=rotated, other=1.0)
     sin = tl.load(sin_ptr + token * half + angle, mask=rotated, other=0.0)
+    if q_norm_ptr is not None:
+        norm = q_norm_ptr if head < q_heads else k_norm_ptr
+        weight, other_weight = tl.load(norm + dim), tl.load(norm + other)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    # The projection has a gate after each query head.
     first = head * ((1 + GATED) * DIM) if head < q_heads else (head + GATED * q_heads) * DIM
-    x = _sum(x_ptr, bias_ptr, first + dim, stride, parts, width, token, dtype)
-    if GATED:  # noqa: SIM102  # which the compiler decides
-        if head < q_heads:
-            gate = _sum(x_ptr, bias_ptr, first + DIM + dim, stride, parts, width, token, dtype)
-            tl.store(gate_ptr + (token * q_heads + head) * DIM + dim, gate)
-    if head < q_heads + kv_heads:
-        # The other element of each rotated pair (i, i + half).
-        other = tl.where(dim < half, dim + half, tl.where(rotated, dim - half, dim))
-        y = _sum(x_ptr, bias_ptr, first + other, stride, parts, width, token, dtype)
-        if q_norm_ptr is not None:
-            wide = x.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + eps)
-            norm = q_norm_ptr if head < q_heads else k_norm_ptr
-            x = _weighted(x, scale, tl.load(norm + dim))
-            y = _weighted(y, scale, tl.load(norm + other))
-        turned = x.to(tl.float32) * cos
-        turned += tl.where(dim < half, -y.to(tl.float32), y.to(tl.float32)) * sin
-        x = tl.where(rotated, turned.to(dtype), x)
-    tl.store(out_ptr + (token * (q_heads + 2 * kv_heads) + head) * DIM + dim, x)
+    if head >= made:
+        first = (head - made) * (2 * DIM) + DIM
+    found = _load(x_ptr + token * width, bias_ptr, first + dim, stride, parts)
+    found_others = _load(x_ptr + token * width, bias_ptr, first + other, stride, parts)
+    if head >= made:
+        tl.store(gate_ptr + (token * q_heads + head - made) * DIM + dim, _sum(found, dtype))
+    else:
+        x = _sum(found, dtype)
+        if head < q_heads + kv_heads:
+            y = _sum(found_others, dtype)
+            if q_norm_ptr is not None:
+                wide = x.to(tl.float32)
+                scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + eps)
+                x = _weighted(x, scale, weight)
+                y = _weighted(y, scale, other_weight)
+            turned = x.to(tl.float32) * cos
+            turned += tl.where(dim < half, -y.to(tl.float32), y.to(tl.float32)) * sin
+            x = tl.where(rotated, turned.to(dtype), x)
+        tl.store(out_ptr + (token * made + head) * DIM + dim, x)
 
 
 @triton.jit
@@ -117,7 +132,7 @@ def attention_prologue(
             jax.ShapeDtypeStruct((1, tokens, made * heads.head_dim), dtype),
             jax.ShapeDtypeStruct((tokens, heads.q_size if heads.gated else 1), dtype),
         ),
-        grid=(tokens, made),
+        grid=(tokens, made + heads.gated * heads.q_heads),
         num_warps=1,
         stride=tokens * width, parts=parts, width=width, q_heads=heads.q_heads,
         kv_heads=heads.kv_heads, half=tables[0].shape[-1], eps=eps, GATED=int(heads.gated),

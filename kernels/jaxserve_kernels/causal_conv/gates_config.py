@@ -15,9 +15,10 @@ from jaxserve_kernels.target import Target
 ROWS, DEPTH = 16, 128
 """Rows of the gates' weight per program, and inputs per step of the product."""
 
-_MOST_SPLITS, _MOST_STEPS = 8, 8
-"""Parts of the inputs, each with its programs, which the rule adds; and steps of a part, whose
-weights a program holds in registers."""
+_MOST_SPLITS, _MOST_SPLITS_OF_FEW, _FEW, _MOST_STEPS = 8, 20, 16, 8
+"""Parts of the inputs, each with its programs, which the rule adds: of many tokens, and of up to
+`_FEW`, whose programs are bound by the latency of one product after the other; and steps of a part,
+whose weights a program holds in registers."""
 
 _MOST_TOKENS = 64
 """With more, the product reads the weight often. A rule, not measured."""
@@ -57,7 +58,8 @@ def choose(operands: Operands, *, target: Target) -> Config | Refusal:
     if x.shape[0] > _MOST_TOKENS:
         return Refusal(f"more than {_MOST_TOKENS} tokens")
     steps, rest = divmod(x.shape[1], DEPTH)
-    splits = max(each for each in range(1, _MOST_SPLITS + 1) if steps % each == 0)
+    most = _MOST_SPLITS_OF_FEW if x.shape[0] <= _FEW else _MOST_SPLITS
+    splits = max(each for each in range(1, most + 1) if steps % each == 0)
     if rest or steps // splits > _MOST_STEPS:
-        return Refusal(f"not up to {_MOST_SPLITS} parts of up to {_MOST_STEPS} x {DEPTH} inputs")
+        return Refusal(f"not up to {most} parts of up to {_MOST_STEPS} x {DEPTH} inputs")
     return Config(splits=splits, steps=steps // splits)

@@ -20,7 +20,7 @@ CHANNELS, _TOKENS = 256, 4
 
 
 @triton.jit
-def _sum(x_ptr, at, mask, stride, parts: tl.constexpr, dtype: tl.constexpr):
+def _sum(x_ptr, at, mask, stride: tl.constexpr, parts: tl.constexpr, dtype: tl.constexpr):
     """The sum over the parts of the convolution's inputs, rounded to `dtype`; 0 where masked."""
     total = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):
@@ -31,8 +31,8 @@ def _sum(x_ptr, at, mask, stride, parts: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def convolve_row(
     x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr, row, block,
-    slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
-    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
+    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Convolves one block of channels of a row of one token, and updates the row's state."""
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
@@ -43,9 +43,11 @@ def convolve_row(
     goes_on = real & (tl.load(position_ptr + row) > 0)
     weights = weight_ptr + channel * (KEPT + 1)
     total = tl.zeros([CHANNELS], tl.float32)
+    kept = ()
     for place in tl.static_range(KEPT):
-        kept = tl.load(state + place * channels, mask=goes_on, other=0.0).to(tl.float32)
-        total += kept * tl.load(weights + place, mask=within, other=0.0).to(tl.float32)
+        kept = kept + (tl.load(state + place * channels, mask=goes_on, other=0.0),)  # noqa: RUF005
+        weight = tl.load(weights + place, mask=within, other=0.0).to(tl.float32)
+        total += kept[place].to(tl.float32) * weight
     weight = tl.load(weights + KEPT, mask=within, other=0.0).to(tl.float32)
     if EARLY:
         gdc_launch_dependents()
@@ -56,16 +58,15 @@ def convolve_row(
     out = total / (1.0 + tl.exp(-total))
     tl.store(out_ptr + row * channels + channel, out.to(dtype), mask=within)
     for place in tl.static_range(1, KEPT):
-        kept = tl.load(state + place * channels, mask=goes_on, other=0.0)
-        tl.store(state + (place - 1) * channels, kept, mask=real)
+        tl.store(state + (place - 1) * channels, kept[place], mask=real)
     tl.store(state + (KEPT - 1) * channels, x, mask=real)
 
 
 @triton.jit
 def _decode(
     x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
-    slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
-    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
+    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Convolves rows of one token each. The program that reads a row's state also updates it."""
     convolve_row(
@@ -78,8 +79,8 @@ def _decode(
 @triton.jit
 def _convolve(
     x_ptr, weight_ptr, slot_ptr, position_ptr, offset_ptr, state_ptr, layer, out_ptr,
-    slots, stride, tokens: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+    slots: tl.constexpr, stride: tl.constexpr, tokens: tl.constexpr, columns: tl.constexpr,
+    parts: tl.constexpr, channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Convolves some tokens of a step. offset_ptr has each token's offset in its row."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -110,8 +111,8 @@ def _convolve(
 @triton.jit
 def _keep(
     x_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer,
-    slots, stride, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
-    KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Stores the last inputs of a row as its slot's state. A short row keeps some older inputs."""
     row = tl.program_id(0)

@@ -15,7 +15,13 @@ from jaxserve_kernels.experts.config import (
     describe,
     hopper_refuses,
 )
-from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
+from jaxserve_kernels.experts.types import (
+    ExpertActivation,
+    ExpertWeights,
+    Order,
+    Routes,
+    Routing,
+)
 from jaxserve_kernels.op import (
     NO_KERNELS,
     NOT_HOPPER,
@@ -30,8 +36,8 @@ from jaxserve_kernels.target import Target
 
 def route(
     logits: Array, routing: Routing, bias: Array | None = None, *, target: Target
-) -> tuple[Array, Array]:
-    """See `reference.route`."""
+) -> Routes:
+    """See `reference.route`. The kernel for few tokens also sorts the pairs by expert."""
     return _ROUTE(logits, bias, routing=routing, target=target)
 
 
@@ -40,6 +46,7 @@ def experts(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    order: Order | None = None,
     *,
     activation: ExpertActivation = "silu",
     target: Target,
@@ -48,13 +55,16 @@ def experts(
 
     There is one part, or one for each of a token's k experts. The k parts are float32 for few
     tokens, and in x's dtype for many.
+
+    Args:
+      order: that of `route`, if it has one.
     """
-    return _EXPERTS(x, ids, weights, w, activation=activation, target=target)
+    return _EXPERTS(x, ids, weights, w, order, activation=activation, target=target)
 
 
 def _kernel_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array]:
+) -> Routes:
     from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
 
     return triton_route.route(logits, routing, bias, target=target)
@@ -62,8 +72,8 @@ def _kernel_routes(
 
 def _definition_routes(
     _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
-) -> tuple[Array, Array]:
-    return reference.route(logits, routing, bias)
+) -> Routes:
+    return Routes(*reference.route(logits, routing, bias), None)
 
 
 def _configure(
@@ -74,10 +84,11 @@ def _configure(
     return choose(x, ids, w, target=target)
 
 
-def _kernels(config: Config, *args: Any, activation: ExpertActivation, target: Target) -> Array:
+def _kernels(config: Config, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
 
-    return triton.experts(*args, activation=activation, config=config, target=target)
+    *own, order = args
+    return triton.experts(*own, order=order, config=config, **options)
 
 
 def configure_streaming(
@@ -97,10 +108,11 @@ def _configure_streaming(
     return configure_streaming(x, ids, w, target=target)
 
 
-def _streaming(config: Config, *args: Any, activation: ExpertActivation, target: Target) -> Array:
+def _streaming(config: Config, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
 
-    return triton_streaming.experts(*args, activation=activation, config=config, target=target)
+    *own, order = args
+    return triton_streaming.experts(*own, order=order, config=config, **options)
 
 
 def _configure_hopper(
@@ -113,10 +125,11 @@ def _configure_hopper(
     return hopper_refuses(x, ids, w, target=target)
 
 
-def _hopper(_: None, *args: Any, activation: ExpertActivation, target: Target) -> Array:
+def _hopper(_: None, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import hopper  # needs Triton: only for GPUs
 
-    return hopper.experts(*args, activation=activation, target=target)
+    *own, order = args
+    return hopper.experts(*own, order=order, **options)
 
 
 def _definition(
@@ -125,6 +138,7 @@ def _definition(
     ids: Array,
     weights: Array,
     w: ExpertWeights,
+    _order: Order | None,
     *,
     activation: ExpertActivation,
     target: Target,

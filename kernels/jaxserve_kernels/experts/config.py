@@ -22,6 +22,8 @@ class Limits(NamedTuple):
     most_parts_tokens: int
     hopper_tokens: int
     few_tokens: int
+    scored_tokens: int
+    ordered_tokens: int
     few_scores: int
     few_resident: int
 

@@ -22,7 +22,7 @@ def scoring_refuses(
     product; None if it can."""
     if update is None:
         return Refusal("no residual update to add")
-    return _unlike_a_decode_step(x, target) or (
+    return _unlike_a_decode_step(x, limits_of(target).scored_tokens, target) or (
         None if router.dtype == x.dtype else Refusal("the router has another dtype than the tokens")
     )
 
@@ -31,7 +31,7 @@ def refuses(
     x: Array, scores: Array, w: ExpertWeights, shared: ExpertWeights | None, *, target: Target
 ) -> Refusal | None:
     """Returns why `triton_few` cannot compute the experts of x [tokens, embed]; None if it can."""
-    refusal = _unlike_a_decode_step(x, target)
+    refusal = _unlike_a_decode_step(x, limits_of(target).few_tokens, target)
     if refusal is not None:
         return refusal
     if scores.shape[0] > 1:
@@ -58,12 +58,11 @@ def unlike_the_others(w: ExpertWeights, shared: ExpertWeights) -> Refusal | None
     return None
 
 
-def _unlike_a_decode_step(x: Array, target: Target) -> Refusal | None:
+def _unlike_a_decode_step(x: Array, most: int, target: Target) -> Refusal | None:
     if not target.uses_triton():
         return NO_KERNELS
     if not target.pdl:
         return NOT_PDL
-    most = limits_of(target).few_tokens
     if x.shape[0] > most:
         return Refusal(f"more than {most} tokens")
     return None if x.dtype == jnp.bfloat16 else Refusal("not in bfloat16")

@@ -34,6 +34,7 @@ from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
+    Order,
     stacked,
 )
 from jaxserve_kernels.target import Target
@@ -299,13 +300,14 @@ def experts(
     w: ExpertWeights,
     activation: ExpertActivation,
     *,
+    order: Order | None = None,
     target: Target,
 ) -> Array:
     """See `reference.experts`. The result has a part for each of a token's k experts, rounded to
     x's dtype. `config.hopper_refuses` must accept the arguments."""
     tokens, embed = x.shape
     count = w.gate_up.shape[0]
-    order, ends = triton_route.order(ids, count, target=target)
+    pairs, ends = order or triton_route.order(ids, count, target=target)
     most = most_blocks(ids, count, TOKENS)
     blocks = triton_call(
         ends,
@@ -318,7 +320,7 @@ def experts(
         experts=count, count=most, TOKENS=TOKENS, EXPERTS=triton.next_power_of_2(count),
     )  # fmt: skip
     gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
-    lists = blocks, order, weights, tokens
+    lists = blocks, pairs, weights, tokens
     hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
     parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _DOWN.value, target)
     return parts.reshape(ids.shape[1], tokens, embed)

@@ -162,8 +162,11 @@ def _streaming(
 ) -> Array:
     from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
 
-    own = x, *route(scores, routing, bias, target=target), w, activation, config
-    return triton_streaming.experts(*own, shared=shared, scores=scores, target=target)
+    ids, weights, order = route(scores, routing, bias, target=target)
+    return triton_streaming.experts(
+        x, ids, weights, w, activation, config,
+        order=order, shared=shared, scores=scores, target=target,
+    )  # fmt: skip
 
 
 def _apart(
@@ -178,8 +181,8 @@ def _apart(
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
-    ids, weights = route(scores, routing, bias, target=target)
-    update = experts(x, ids, weights, w, activation=activation, target=target)
+    ids, weights, order = route(scores, routing, bias, target=target)
+    update = experts(x, ids, weights, w, order, activation=activation, target=target)
     if shared is None:
         return update
     assert activation != "swiglu_oss"

@@ -30,6 +30,7 @@ from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
+    Order,
     stacked,
 )
 from jaxserve_kernels.quantized_matmul.triton import accumulate
@@ -284,17 +285,18 @@ def experts(
     activation: ExpertActivation,
     config: Config,
     *,
+    order: Order | None = None,
     target: Target,
 ) -> Array:
     """See `reference.experts`. With `config.parts` the result is float32 [k, tokens, embed], else
     [1, tokens, embed] in x's dtype."""
     tokens, embed = x.shape
     pairs = ids.size
-    order, ends = ids, ids
+    pairs_of, ends = ids, ids
     if tokens > 1:
-        order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
+        pairs_of, ends = order or triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
-        x, *arrays(w.gate_up, w.gate_up_bias), ids, order, ends, tokens,
+        x, *arrays(w.gate_up, w.gate_up_bias), ids, pairs_of, ends, tokens,
         kernel=_gate_up,
         name=f"experts_gate_up{_suffix(w.gate_up)}",
         target=target,
@@ -305,7 +307,7 @@ def experts(
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
-        hidden, *arrays(w.down, w.down_bias), ids, order, ends, weights, tokens,
+        hidden, *arrays(w.down, w.down_bias), ids, pairs_of, ends, weights, tokens,
         kernel=_down,
         name=f"experts_down{_suffix(w.down)}",
         target=target,

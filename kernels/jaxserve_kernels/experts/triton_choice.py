@@ -5,13 +5,21 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_REMOVED = gl.constexpr(-(2**31))
+REMOVED = gl.constexpr(-(2**31))
 """Key of a score that was already chosen: below the key of any score."""
 
 
 @gluon.jit
-def _score(key):
-    """The score of a key: see `chosen`."""
+def key_of(score):
+    """An integer of the same order as the float32 score, because a warp finds the largest integer
+    in one instruction."""
+    bits = score.to(gl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@gluon.jit
+def score_of(key):
+    """The score of a key: see `key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
 
 
@@ -22,9 +30,8 @@ def _choices(
 ):  # fmt: skip
     """A token's K experts, their weights, and a number by which the weights are divided.
 
-    Each warp looks at all scores. It maps them to integers (keys) of the same order, because it can
-    find the largest integer in one instruction. Scores are read from the L2 cache: the
-    multiprocessor's own cache may still hold an earlier layer's scores at the same address.
+    Each warp looks at all scores. They are read from the L2 cache: the multiprocessor's own cache
+    may still hold an earlier layer's scores at the same address.
     """
     lane = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0]))
     there = lane < experts
@@ -32,9 +39,8 @@ def _choices(
     if BIAS:
         scores += gl.load(bias_ptr + lane, mask=there, other=0.0).to(gl.float32)
     scores = gl.where(scores == scores, scores + 0.0, float("-inf"))  # -0.0 is 0.0
-    bits = scores.to(gl.int32, bitcast=True)
-    keys = gl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), _REMOVED)
-    largest = _score(gl.max(keys, axis=0))
+    keys = gl.where(there, key_of(scores), REMOVED)
+    largest = score_of(gl.max(keys, axis=0))
     total = 0.0 if NORMALIZE else 1.0
     if not NORMALIZE and not SIGMOID:
         total = gl.sum(gl.where(there, gl.exp(scores - largest), 0.0), axis=0)
@@ -43,8 +49,8 @@ def _choices(
     for _ in gl.static_range(K):
         key = gl.max(keys, axis=0)
         expert = gl.min(gl.where(keys == key, lane, EXPERTS), axis=0)
-        keys = gl.where(lane == expert, _REMOVED, keys)
-        score = _score(key)
+        keys = gl.where(lane == expert, REMOVED, keys)
+        score = score_of(key)
         weight = 1.0 / (1.0 + gl.exp(-score)) if SIGMOID else gl.exp(score - largest)
         if NORMALIZE:
             total += weight

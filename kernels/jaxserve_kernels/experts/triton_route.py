@@ -1,7 +1,7 @@
 """The router's choice of experts, and the sort of (token, expert) pairs by expert.
 
-Both run inside a step's launch chain. No kernel sorts: each program counts the pairs before its
-own.
+Both run inside a step's launch chain. For few tokens one program does both. No kernel sorts: the
+place of a pair is the number of pairs before it.
 """
 
 from __future__ import annotations
@@ -11,68 +11,124 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.experts.types import Routing
+from jaxserve_kernels.experts.config import limits_of
+from jaxserve_kernels.experts.triton_choice import REMOVED, key_of, score_of
+from jaxserve_kernels.experts.types import Order, Routes, Routing
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_loads import all_loaded
 
 _AT_ONCE = 4096
 """The most pairs that a program of `_order` looks at in one iteration."""
 
-_REMOVED = tl.constexpr(-(2**31))
-"""Key of a logit that was already chosen: below the key of any logit."""
 
-
-@triton.jit
-def _route(
-    logits_ptr, bias_ptr, tokens, ids_ptr, weights_ptr,
-    experts: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    K: tl.constexpr, EXPERTS: tl.constexpr, CHOICES: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALIZE: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr = False,
+@gluon.jit
+def _best(
+    logits, columns, keys, K: gl.constexpr, CHOICES: gl.constexpr, SIGMOID: gl.constexpr,
+    NORMALIZE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One program per token. NaN counts as -inf."""
-    token = tl.program_id(0)
-    lane = tl.arange(0, EXPERTS)
-    choice = tl.arange(0, CHOICES)
-    there = lane < experts
+    """The K largest logits of each row: expert ids and weights, [rows, CHOICES]."""
+    TOKENS: gl.constexpr = keys.shape[0]
+    EXPERTS: gl.constexpr = keys.shape[1]
+    each: gl.constexpr = gl.BlockedLayout([1, CHOICES], [1, 32], [WARPS, 1], [1, 0])
+    own: gl.constexpr = gl.SliceLayout(1, each)
+    choice = gl.arange(0, CHOICES, gl.SliceLayout(0, each))[None, :]
+    ids = gl.zeros([TOKENS, CHOICES], gl.int32, each)
+    best = gl.full([TOKENS, CHOICES], REMOVED, gl.int32, each)
+    for index in gl.static_range(K):
+        most = gl.max(keys, axis=1)
+        expert = gl.min(gl.where(keys == most[:, None], columns, EXPERTS), axis=1)
+        keys = gl.where(columns == expert[:, None], REMOVED, keys)
+        ids = gl.where(choice == index, gl.convert_layout(expert, own)[:, None], ids)
+        best = gl.where(choice == index, gl.convert_layout(most, own)[:, None], best)
+    chosen = gl.where(choice < K, score_of(best), float("-inf"))
+    largest = gl.max(chosen, axis=1)
+    if SIGMOID:
+        weights = gl.where(choice < K, 1.0 / (1.0 + gl.exp(-chosen)), 0.0)
+    else:
+        weights = gl.exp(chosen - largest[:, None])
+    if NORMALIZE:
+        weights /= gl.sum(weights, axis=1)[:, None]
+    elif not SIGMOID:
+        over = gl.convert_layout(largest, gl.SliceLayout(1, keys.type.layout))[:, None]
+        total = gl.sum(gl.exp(logits - over), axis=1)
+        weights /= gl.convert_layout(total, own)[:, None]
+    return ids, weights
+
+
+@gluon.jit
+def _store_order(
+    ids, there, pair, order_ptr, ends_ptr, experts: gl.constexpr, EXPERTS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """See `order`. All pairs: their experts, whether they exist, and their numbers."""
+    PAIRS: gl.constexpr = ids.shape[0]
+    every: gl.constexpr = gl.BlockedLayout([1, PAIRS // 4], [8, 4], [WARPS, 1], [1, 0])
+    # No two pairs have the same rank. Pairs that do not exist come last.
+    rank = gl.where(there, ids, EXPERTS) * PAIRS + gl.arange(0, PAIRS, ids.type.layout)
+    other = gl.convert_layout(rank, gl.SliceLayout(0, every))[None, :]
+    rows: gl.constexpr = gl.SliceLayout(1, every)
+    mine = gl.convert_layout(rank, rows)[:, None]
+    place = gl.sum((other < mine).to(gl.int32), axis=1)
+    stored = gl.convert_layout(there.to(gl.int32), rows) > 0
+    gl.store(order_ptr + place, gl.convert_layout(pair, rows), mask=stored)
+    expert = gl.arange(0, EXPERTS, rows)
+    end = gl.sum((other < (expert * PAIRS + PAIRS)[:, None]).to(gl.int32), axis=1)
+    gl.store(ends_ptr + expert, end, mask=expert < experts)
+
+
+@gluon.jit
+def _route(
+    logits_ptr, bias_ptr, tokens, ids_ptr, weights_ptr, order_ptr, ends_ptr,
+    experts: gl.constexpr, columns: gl.constexpr, parts: gl.constexpr,
+    K: gl.constexpr, EXPERTS: gl.constexpr, CHOICES: gl.constexpr, SIGMOID: gl.constexpr,
+    NORMALIZE: gl.constexpr, BIAS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
+    ORDER: gl.constexpr, EARLY: gl.constexpr = False,
+):  # fmt: skip
+    """TOKENS tokens, a warp for each. NaN counts as -inf. ORDER: the program has all tokens."""
+    each: gl.constexpr = EXPERTS // 32 if columns % 4 == 0 else 1  # else rows are not aligned
+    layout: gl.constexpr = gl.BlockedLayout([1, each], [1, 32], [WARPS, 1], [1, 0])
+    token = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))[:, None]
+    lane = gl.arange(0, EXPERTS, gl.SliceLayout(0, layout))[None, :]
+    token, lane = gl.broadcast(token, lane)
+    there = (lane < experts) & (token < tokens)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    logits = tl.zeros([EXPERTS], tl.float32)
-    for part in tl.static_range(parts):
+    found = ()
+    for part in gl.static_range(parts):
         at = logits_ptr + (part * tokens + token) * columns + lane
-        logits += tl.load(at, mask=there, other=0.0)
+        found = found + (gl.load(at, mask=there, other=0.0, volatile=True),)  # noqa: RUF005
     if BIAS:
-        logits += tl.load(bias_ptr + lane, mask=there, other=0.0).to(tl.float32)
-    logits = tl.where(there & (logits == logits), logits + 0.0, float("-inf"))  # -0.0 is 0.0
-    # Integers of the same order, because a warp finds the largest one in one instruction.
-    bits = logits.to(tl.int32, bitcast=True)
-    keys = tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), _REMOVED)
-    ids = tl.zeros([CHOICES], tl.int32)
-    best = tl.full([CHOICES], _REMOVED, tl.int32)
-    for index in tl.static_range(K):
-        most = tl.max(keys, axis=0)
-        expert = tl.min(tl.where(keys == most, lane, EXPERTS), axis=0)
-        ids = tl.where(choice == index, expert, ids)
-        best = tl.where(choice == index, most, best)
-        keys = tl.where(lane == expert, _REMOVED, keys)
-    chosen = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    chosen = tl.where(choice < K, chosen, float("-inf"))
-    largest = tl.max(chosen, axis=0)
-    total = tl.sum(tl.exp(logits - largest), axis=0)
-    if SIGMOID:
-        weights = 1.0 / (1.0 + tl.exp(-chosen))
-        weights = tl.where(choice < K, weights, 0.0)
-    else:
-        weights = tl.exp(chosen - largest)
-    if NORMALIZE:
-        weights /= tl.sum(weights, axis=0)
-    elif not SIGMOID:
-        weights /= total
-    at = token * K + choice
-    tl.store(ids_ptr + at, ids, mask=choice < K)
-    tl.store(weights_ptr + at, weights, mask=choice < K)
+        bias = gl.load(bias_ptr + lane, mask=there, other=0.0, volatile=True).to(gl.float32)
+        found = found + (bias,)  # noqa: RUF005
+    if not all_loaded(1):
+        return
+    logits = found[0]
+    for index in gl.static_range(1, len(found)):
+        logits += found[index]
+    logits = gl.where(there & (logits == logits), logits + 0.0, float("-inf"))  # -0.0 is 0.0
+    keys = gl.where(there, key_of(logits), REMOVED)
+    ids, weights = _best(logits, lane, keys, K, CHOICES, SIGMOID, NORMALIZE, WARPS)
+    own: gl.constexpr = ids.type.layout
+    row = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, own))[:, None]
+    choice = gl.arange(0, CHOICES, gl.SliceLayout(0, own))[None, :]
+    pair = row * K + choice
+    there = (row < tokens) & (choice < K)
+    gl.store(ids_ptr + pair, ids, mask=there)
+    gl.store(weights_ptr + pair, weights, mask=there)
+    if ORDER:
+        PAIRS: gl.constexpr = TOKENS * CHOICES
+        flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+        ids = gl.convert_layout(ids.reshape([PAIRS]), flat)
+        place = gl.arange(0, PAIRS, flat)
+        there = (place // CHOICES < tokens) & (place % CHOICES < K)
+        pair = place // CHOICES * K + place % CHOICES
+        _store_order(ids, there, pair, order_ptr, ends_ptr, experts, EXPERTS, WARPS)
 
 
 @triton.jit
@@ -102,42 +158,43 @@ def _order(
     tl.store(ends_ptr + expert, end)
 
 
-def route(
-    logits: Array, routing: Routing, bias: Array | None, *, target: Target
-) -> tuple[Array, Array]:
-    """See `reference.route`."""
+def route(logits: Array, routing: Routing, bias: Array | None, *, target: Target) -> Routes:
+    """See `reference.route`. With few tokens the result has the pairs' order, too."""
     *parts, tokens, columns = logits.shape
-    experts = routing.num_experts
-    shape = (tokens, routing.top_k)
-    return triton_call(
+    experts, k = routing.num_experts, routing.top_k
+    ordered = 1 < tokens <= limits_of(target).ordered_tokens
+    own = triton.next_power_of_2(tokens) if ordered else 1
+    warps = max(4, min(16, own)) if ordered else 1
+    shape = (tokens, k)
+    ids, weights, pairs, ends = triton_call(
         logits, logits if bias is None else bias, tokens,
         kernel=_route,
         name="route",
         target=target,
         out_type=(
             jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct((tokens * k if ordered else 1,), jnp.int32),
+            jax.ShapeDtypeStruct((experts if ordered else 1,), jnp.int32),
         ),
-        grid=(tokens,),
-        num_warps=1,
-        experts=experts, columns=columns, parts=parts[0] if parts else 1, K=routing.top_k,
-        EXPERTS=triton.next_power_of_2(experts), CHOICES=triton.next_power_of_2(routing.top_k),
+        grid=(triton.cdiv(tokens, own),),
+        num_warps=warps,
+        experts=experts, columns=columns, parts=parts[0] if parts else 1, K=k,
+        EXPERTS=max(32, triton.next_power_of_2(experts)), CHOICES=triton.next_power_of_2(k),
         SIGMOID=routing.scoring == "sigmoid", NORMALIZE=routing.normalize, BIAS=bias is not None,
+        TOKENS=own, WARPS=warps, ORDER=ordered,
     )  # fmt: skip
+    return Routes(ids, weights, Order(pairs, ends) if ordered else None)
 
 
-def order(ids: Array, experts: int, *, target: Target) -> tuple[Array, Array]:
+def order(ids: Array, experts: int, *, target: Target) -> Order:
     """Sorts the (token, choice) pairs by expert.
 
     Args:
       ids: int32 [tokens, k], expert ids, each below `experts`.
-
-    Returns:
-      The pairs, token * k + choice, int32 [tokens * k]; and the end of each expert's pairs in that
-      list, int32 [experts].
     """
     pairs = ids.size
     block = min(_AT_ONCE, triton.next_power_of_2(pairs))
-    placed, ends = triton_call(
+    return Order(*triton_call(
         ids,
         kernel=_order,
         name="order_pairs",
@@ -148,5 +205,4 @@ def order(ids: Array, experts: int, *, target: Target) -> tuple[Array, Array]:
         grid=(experts,),
         num_warps=8 if block > 1024 else 4 if block > 256 else 1,
         pairs=pairs, BLOCK=max(16, block),
-    )  # fmt: skip
-    return placed, ends
+    ))  # fmt: skip

@@ -16,8 +16,11 @@ from jaxserve_kernels.add_rms_norm.triton import add_and_norm
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
-_AT_ONCE = 16_384
-"""Elements of the router that a program holds in registers."""
+_EACH = 64
+"""Elements of the router that a thread holds in registers."""
+_ALONE = 2
+"""Up to this many tokens, programs have 8 warps, more of them a token. With more tokens each has 16
+warps, so that fewer programs read the same token."""
 
 
 @triton.jit
@@ -58,7 +61,8 @@ def norm_and_score(
     tokens, embed = x.shape
     n = router.shape[0]
     block = triton.next_power_of_2(embed)
-    rows = max(1, _AT_ONCE // block)
+    warps = 8 if tokens <= _ALONE else 16
+    rows = max(1, 32 * warps * _EACH // block)
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return triton_call(
         x, update, weight, weight if bias is None else bias, router,
@@ -67,7 +71,7 @@ def norm_and_score(
         target=target,
         out_type=(row, row, jax.ShapeDtypeStruct((1, tokens, n), jnp.float32)),
         grid=(tokens, triton.cdiv(n, rows)),
-        num_warps=8,
+        num_warps=warps,
         n=n, stride=tokens * embed, embed=embed, eps=eps, parts=update.shape[0],
         BIAS=bias is not None, BLOCK=block, ROWS=rows,
     )  # fmt: skip

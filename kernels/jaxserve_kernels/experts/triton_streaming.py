@@ -30,7 +30,7 @@ from jaxserve_kernels.experts.config import Config, Launch
 from jaxserve_kernels.experts.triton import launch_arguments
 from jaxserve_kernels.experts.triton_few import OSS, activated, expert_arrays, expert_at
 from jaxserve_kernels.experts.triton_streaming_copies import copy_codes, copy_inputs, guess
-from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NO_ZERO
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps, less_bias
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
@@ -297,6 +297,7 @@ def experts(
     activation: ExpertActivation,
     config: Config,
     *,
+    order: Order | None = None,
     shared: ExpertWeights | None = None,
     scores: Array | None = None,
     target: Target,
@@ -313,8 +314,8 @@ def experts(
       float32 [k, tokens, embed]; with a shared expert [k + 1, tokens, embed].
     """
     tokens, embed = x.shape
-    order, ends = triton_route.order(ids, w.gate_up.shape[0], target=target)
-    lists = ends, order, weights, weights if scores is None else scores, tokens
+    order = order or triton_route.order(ids, w.gate_up.shape[0], target=target)
+    lists = order.ends, order.pairs, weights, weights if scores is None else scores, tokens
     every, more = shared or w, 0 if shared is None else 1
     constants = {"scored": 0, "parts": 0} if scores is None else {
         "scored": scores.shape[2], "parts": scores.shape[0],

@@ -32,6 +32,22 @@ class Routing:
     """
 
 
+class Order(NamedTuple):
+    """The (token, choice) pairs, sorted by expert."""
+
+    pairs: Array  # int32 [tokens * k]: token * k + choice
+    ends: Array  # int32 [experts]: the end of each expert's pairs in that list
+
+
+class Routes(NamedTuple):
+    """What `reference.route` returns, and what the kernels of experts read."""
+
+    ids: Array  # int32 [tokens, k]
+    weights: Array  # float32 [tokens, k]
+    order: Order | None
+    """None: the kernels that need it compute it."""
+
+
 class ExpertWeights(NamedTuple):
     """The stacked weights of all experts of a layer: arrays, or quantised (`weights.Quantized`).
 

@@ -13,6 +13,8 @@ import jax
 import triton
 import triton.language as tl
 from jax import Array
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.dense_matmul.reference import sum_parts
@@ -25,6 +27,7 @@ from jaxserve_kernels.gated_delta_rule.reference import (
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_loads import all_loaded
 
 _COLUMNS, _MANY_COLUMNS, _MANY_HEADS = 32, 64, 768
 """State columns of a program. Columns do not depend on each other. With 128 state rows, 32 columns
@@ -33,101 +36,126 @@ are 32 registers for each thread of 4 warps.
 A decode step with at least _MANY_HEADS rows times heads uses _MANY_COLUMNS: a layer was 2.5 %
 faster with 64 rows of 48 heads, and 1 % slower with 8 rows."""
 
+_WARPS = 4
 
-@triton.jit
-def _token(
-    state, token, qkv_ptr, gates_ptr, out_ptr, head, key, column, decay, bias,
-    stride, parts: tl.constexpr, key_heads: tl.constexpr, value_heads: tl.constexpr,
-    scale: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+
+@gluon.jit
+def _load(
+    token, qkv_ptr, gates_ptr, head, key, column,
+    stride: gl.constexpr, parts: gl.constexpr, key_heads: gl.constexpr, value_heads: gl.constexpr,
+    KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Returns the state after one token. Stores the token's output unless `out_ptr` is None."""
-    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
+    """A token's q, k and v, and the parts of its two gates. Each thread loads what it needs itself,
+    so that nothing passes through shared memory."""
+    width: gl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
     of_key = (head // (value_heads // key_heads)) * KEY + key
-    of_value = 2 * key_heads * KEY + head * VALUE + column
     source = qkv_ptr + token * width
-    q = tl.load(source + of_key).to(tl.float32)
-    k = tl.load(source + key_heads * KEY + of_key).to(tl.float32)
-    v = tl.load(source + of_value).to(tl.float32)
-    a = tl.zeros([1], tl.float32)
-    b = tl.zeros([1], tl.float32)
-    for part in tl.static_range(parts):
-        gates = gates_ptr + part * stride + token * (2 * value_heads) + head
-        a += tl.load(gates).to(tl.float32)
-        b += tl.load(gates + value_heads).to(tl.float32)
-    a = a.to(dtype).to(tl.float32) + bias
-    b = b.to(dtype).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    q = gl.load(source + of_key, volatile=True)
+    k = gl.load(source + key_heads * KEY + of_key, volatile=True)
+    v = gl.load(source + 2 * key_heads * KEY + head * VALUE + column, volatile=True)
+    part = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gates = gates_ptr + part * stride + token * (2 * value_heads) + head
+    a = gl.load(gates, mask=part < parts, other=0.0, volatile=True)
+    b = gl.load(gates + value_heads, mask=part < parts, other=0.0, volatile=True)
+    return q, k, v, a, b
+
+
+@gluon.jit
+def _advance(state, loaded, out_ptr, decay, bias, scale: gl.constexpr):
+    """Returns the state after the token of `_load`. Stores the token's output unless `out_ptr` is
+    None."""
+    q, k, v, a, b = loaded
+    dtype: gl.constexpr = q.dtype
+    q, k = q.to(gl.float32), k.to(gl.float32)
+    q *= gl.rsqrt(gl.sum(q * q, axis=0) + 1e-6) * scale
+    k *= gl.rsqrt(gl.sum(k * k, axis=0) + 1e-6)
+    a = gl.sum(a.to(gl.float32), axis=0).to(dtype).to(gl.float32) + bias
+    b = gl.sum(b.to(gl.float32), axis=0).to(dtype).to(gl.float32)
     # log(1 + exp(a)) without overflow
-    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-    state *= tl.exp(decay * softplus)[:, None]
-    found = tl.sum(state * k[:, None], axis=0)
-    write = (v - found) / (1.0 + tl.exp(-b))
+    softplus = gl.maximum(a, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(a)))
+    state *= gl.exp(decay * softplus)
+    found = gl.sum(state * k[:, None], axis=0)
+    write = (v.to(gl.float32) - found) / (1.0 + gl.exp(-b))
     state += k[:, None] * write[None, :]
     if out_ptr is not None:
-        out = tl.sum(state * q[:, None], axis=0)
-        target = out_ptr + (token * value_heads + head) * VALUE + column
-        tl.store(target, out.to(dtype))
+        gl.store(out_ptr, gl.sum(state * q[:, None], axis=0).to(dtype))
     return state
 
 
-@triton.jit
+@gluon.jit
 def _kernel(
     qkv_ptr, gates_ptr, a_log_ptr, bias_ptr,
     first_ptr, length_ptr, slot_ptr, position_ptr, blocked_ptr, state_ptr, layer, out_ptr,
-    slots, stride, parts: tl.constexpr,
-    key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, WRITES: tl.constexpr,
-    SINGLE: tl.constexpr, EARLY: tl.constexpr = False,
+    slots: gl.constexpr, stride: gl.constexpr, parts: gl.constexpr,
+    key_heads: gl.constexpr, value_heads: gl.constexpr, scale: gl.constexpr,
+    KEY: gl.constexpr, VALUE: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
+    WARPS: gl.constexpr, BY_COLUMNS: gl.constexpr, WRITES: gl.constexpr, SINGLE: gl.constexpr,
+    EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """Runs the rule over one row. Without `out_ptr` it updates the state only; without WRITES it
     computes the output only. SINGLE: each row is one token.
 
     Adjacent programs share a head's state, so that whole rows of it are read and written together.
+    BY_COLUMNS: a warp has some columns of all rows, so that it needs no other warp's sums.
     """
-    blocks: tl.constexpr = VALUE // COLUMNS
-    row = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0) // blocks
-    key = tl.arange(0, KEY)
-    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    across: gl.constexpr = COLUMNS // 4 // (WARPS if BY_COLUMNS else 1)  # lanes beside each other
+    down: gl.constexpr = 32 // across * (1 if BY_COLUMNS else WARPS)  # threads below each other
+    layout: gl.constexpr = gl.BlockedLayout(
+        [KEY // down if KEY > down else 1, 4], [32 // across, across],
+        [1, WARPS] if BY_COLUMNS else [WARPS, 1], [1, 0],
+    )  # fmt: skip
+    blocks: gl.constexpr = VALUE // COLUMNS
+    row = gl.program_id(1).to(gl.int64)
+    head = gl.program_id(0) // blocks
+    key = gl.arange(0, KEY, gl.SliceLayout(1, layout))
+    column = gl.program_id(0) % blocks * COLUMNS
+    column += gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     begin = 0
     if blocked_ptr is not None:
-        begin = tl.load(blocked_ptr + row)
-    length = tl.load(length_ptr + row)
-    slot = tl.load(slot_ptr + row).to(tl.int64)
-    goes_on = (tl.load(position_ptr + row) + begin > 0) & (length > begin)
+        begin = gl.load(blocked_ptr + row)
+    length = gl.load(length_ptr + row)
+    slot = gl.load(slot_ptr + row).to(gl.int64)
+    goes_on = (gl.load(position_ptr + row) + begin > 0) & (length > begin)
     place = ((layer * slots + slot) * value_heads + head) * (KEY * VALUE)
     tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
     inside = (key[:, None] >= 0) & (column[None, :] >= 0)
     # No kernel before this one in the step writes this layer's state.
-    state = tl.load(tile, mask=inside & goes_on, other=0.0)
-    decay = -tl.exp(tl.load(a_log_ptr + head))
-    bias = tl.load(bias_ptr + head)
+    state = gl.load(tile, mask=inside & goes_on, other=0.0)
+    decay = -gl.exp(gl.load(a_log_ptr + head))
+    bias = gl.load(bias_ptr + head)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     if SINGLE:
-        state = _token(
-            state, row, qkv_ptr, gates_ptr, out_ptr, head, key, column, decay, bias,
-            stride, parts, key_heads, value_heads, scale, KEY, VALUE,
+        loaded = _load(
+            row, qkv_ptr, gates_ptr, head, key, column,
+            stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
         )  # fmt: skip
+        # Without this branch ptxas moves loads behind the first sums, which wait for memory.
+        if length > begin:
+            out = out_ptr + (row * value_heads + head) * VALUE + column
+            state = _advance(state, loaded, out, decay, bias, scale)
+            gl.store(tile, state, mask=inside)
     else:
-        first = tl.load(first_ptr + row).to(tl.int64)
+        first = gl.load(first_ptr + row).to(gl.int64)
         for token in range(first + begin, first + length):
-            state = _token(
-                state, token, qkv_ptr, gates_ptr, out_ptr, head, key, column, decay, bias,
-                stride, parts, key_heads, value_heads, scale, KEY, VALUE,
+            loaded = _load(
+                token, qkv_ptr, gates_ptr, head, key, column,
+                stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
             )  # fmt: skip
-    if WRITES:
-        tl.store(tile, state, mask=inside & (length > begin))
+            out = out_ptr
+            if out_ptr is not None:
+                out = out_ptr + (token * value_heads + head) * VALUE + column
+            state = _advance(state, loaded, out, decay, bias, scale)
+        if WRITES:
+            gl.store(tile, state, mask=inside & (length > begin))
 
 
 @triton.jit
 def _norm(
     x_ptr, z_ptr, weight_ptr, out_ptr,
-    stride, columns: tl.constexpr, parts: tl.constexpr, heads: tl.constexpr, eps: tl.constexpr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr = False,
+    stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, heads: tl.constexpr,
+    eps: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, DIM)
@@ -137,14 +165,20 @@ def _norm(
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + token * (heads * DIM) + at).to(tl.float32)
-    z = tl.zeros([HEADS, DIM], tl.float32)
+    x = tl.load(x_ptr + token * (heads * DIM) + at, volatile=True)
+    found = ()
     for part in tl.static_range(parts):
-        z += tl.load(z_ptr + part * stride + (token + 1) * columns - heads * DIM + at)
-    z = z.to(dtype).to(tl.float32)  # rounded where the reference rounds
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
-    x = (x.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
-    tl.store(out_ptr + token * (heads * DIM) + at, (x * z / (1.0 + tl.exp(-z))).to(dtype))
+        own = z_ptr + part * stride + (token + 1) * columns - heads * DIM + at
+        found = found + (tl.load(own, volatile=True),)  # noqa: RUF005
+    if all_loaded(2):
+        z = tl.zeros([HEADS, DIM], tl.float32)
+        for part in tl.static_range(parts):
+            z += found[part]
+        z = z.to(dtype).to(tl.float32)  # rounded where the reference rounds
+        wide = x.to(tl.float32)
+        wide *= tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
+        wide = (wide.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+        tl.store(out_ptr + token * (heads * DIM) + at, (wide * z / (1.0 + tl.exp(-z))).to(dtype))
 
 
 def fits(config: RuleConfig) -> bool:
@@ -255,8 +289,9 @@ def _rule(
         target=target,
         out_type=out_type,
         grid=(heads.values // columns, rows),
-        num_warps=4,
+        num_warps=_WARPS,
         slots=state.shape[1], stride=gates[0].size, parts=gates.shape[0],
+        PARTS=triton.next_power_of_2(gates.shape[0]), WARPS=_WARPS, BY_COLUMNS=not many,
         key_heads=heads.key_heads, value_heads=heads.value_heads, scale=heads.key_dim**-0.5,
         KEY=heads.key_dim, VALUE=heads.value_dim, COLUMNS=columns,
         WRITES=writes, SINGLE=single,

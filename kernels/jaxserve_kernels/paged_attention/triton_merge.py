@@ -38,33 +38,33 @@ def _merge(
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Merges TAKEN elements of the splits of one query and head, if there are several splits. Tiles
-    have one token.
-
-    All parts are read at once, so that the program waits for memory only once.
-    """
+    have one token."""
     tile = tl.program_id(0)
     q_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     position = tl.load(position_ptr + tile)
+    q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
     blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
+    several = (per_split < blocks) & (length > 0)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    if (per_split < blocks) & (length > 0):
-        split = tl.arange(0, WIDTH)
-        dim = tl.program_id(2) * TAKEN + tl.arange(0, TAKEN)
-        there = split * per_split < blocks
-        part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
-        part += q_head % group
-        peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30)
+    split = tl.arange(0, WIDTH)
+    dim = tl.program_id(2) * TAKEN + tl.arange(0, TAKEN)
+    there = (split * per_split < blocks) & several
+    part = ((tile * kv_heads + q_head // group) * SPLITS + split).to(tl.int64) * ROWS
+    part += q_head % group
+    # Before the branch, and volatile: see `triton_loads`.
+    peaks = tl.load(peak_ptr + part, mask=there, other=-1.0e30, volatile=True)
+    weights = tl.load(weight_ptr + part, mask=there, other=0.0, volatile=True)
+    acc = part_ptr + part[:, None] * DIM + dim[None, :]
+    acc = tl.load(acc, mask=there[:, None], other=0.0, volatile=True)
+    if several:
         shares = tl.exp2(peaks - tl.max(peaks, axis=0))
-        weight = tl.sum(tl.load(weight_ptr + part, mask=there, other=0.0) * shares, axis=0)
-        acc = part_ptr + part[:, None] * DIM + dim[None, :]
-        acc = tl.load(acc, mask=there[:, None], other=0.0)
+        weight = tl.sum(weights * shares, axis=0)
         out = tl.sum(acc * shares[:, None], axis=0) / weight
-        q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
         tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
 
 

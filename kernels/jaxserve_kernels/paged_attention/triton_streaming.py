@@ -124,6 +124,10 @@ def _attend(
     constants = head_constants(
         q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query, HALF, 2, flat
     )
+    if sinks_ptr is not None:
+        query = gl.arange(0, ROWS, sums_row)
+        there = (query < group) & (split == 0)
+        sink = gl.load(sinks_ptr + kv_head * group + query, mask=there, other=0.0)
     new_page = first_page + gl.load(page_ptr + token)
     new_offset = gl.load(offset_ptr + token)
     source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * DIM + dim
@@ -160,12 +164,10 @@ def _attend(
     new_weight = gl.full([ROWS], 1.0, gl.float32, sums_row) * own_weight
     if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
         if split == 0:
-            query = gl.arange(0, ROWS, sums_row)
-            sink = gl.load(sinks_ptr + kv_head * group + query, mask=query < group, other=0.0)
-            sink = sink.to(gl.float32) * 1.4426950408889634
-            new_peak = gl.maximum(peak, sink)
+            scaled = sink.to(gl.float32) * 1.4426950408889634
+            new_peak = gl.maximum(peak, scaled)
             shrink = gl.exp2(peak - new_peak)
-            new_weight = new_weight * shrink + gl.exp2(sink - new_peak)
+            new_weight = new_weight * shrink + gl.exp2(scaled - new_peak)
             acc = acc * gl.expand_dims(shrink, 1)
             peak = new_peak
     for block in range(begin, end):
