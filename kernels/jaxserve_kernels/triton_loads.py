@@ -1,8 +1,9 @@
 """Loads that are all under way before the first is waited for.
 
-ptxas moves a load behind arithmetic that needs an earlier load. A kernel that reads eight arrays
-then waits for the L2 cache two or three times, 0.6 µs each. Volatile loads stay before a branch, so
-a kernel reads with `volatile=True` and computes in `if all_loaded(...)`.
+ptxas moves a load behind arithmetic that needs an earlier one, so a kernel that reads eight arrays
+waits for the L2 cache two or three times. Volatile loads stay before a branch: a kernel reads with
+`volatile=True`, and computes in `if all_loaded(...)`. Where several programs read the same lines,
+volatile loads are slower than others: see lab/logs/decode.md.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_route(scoring: Any, normalize: bool, parts: int) -> None:
 
 
 @pytest.mark.parametrize("target", [HOPPER, PDL], ids=["plain", "early"])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9])
 @pytest.mark.parametrize(("count", "k"), [(6, 3), (40, 4)])
 def test_few_tokens_are_routed_and_sorted_at_once(
     count: int, k: int, tokens: int, target: Target
@@ -230,7 +230,7 @@ def test_few_tokens_are_routed_and_sorted_at_once(
     expected_ids, expected_weights, _ = route(logits, routing, target=REFERENCE)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-6)
-    assert (found is not None) == (1 < tokens <= 16)
+    assert (found is not None) == (1 < tokens <= 8)
     if found is not None:
         expected = order(expected_ids, count, target=HOPPER)
         np.testing.assert_array_equal(found.pairs, expected.pairs)

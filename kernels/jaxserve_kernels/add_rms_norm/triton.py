@@ -26,12 +26,13 @@ the parts in flight at a time."""
 def add_and_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stores the program's row plus its updates. Returns the sum and its norm, in x's dtype.
 
     The parts of an update are `stride` apart. It is a constant because the compiler otherwise
-    cannot tell that they are aligned, and loads elements one by one.
+    cannot tell that they are aligned, and loads elements one by one. ALONE: no other program reads
+    the row (see `triton_loads`).
     """
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)
@@ -42,11 +43,11 @@ def add_and_norm(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + row + column, mask=mask, other=0.0, volatile=True)
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0, volatile=ALONE)
     found = ()
     for part in tl.static_range(parts):
         at = update_ptr + part * stride + row + column
-        found = found + (tl.load(at, mask=mask, other=0.0, volatile=True),)  # noqa: RUF005
+        found = found + (tl.load(at, mask=mask, other=0.0, volatile=ALONE),)  # noqa: RUF005
     normed = tl.zeros_like(x)
     if all_loaded(2):
         update = tl.zeros([BLOCK], tl.float32)
@@ -67,14 +68,14 @@ def add_and_norm(
 
 
 @triton.jit
-def _kernel(
+def _add_rms_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
     stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        stride, embed, eps, parts, BIAS, BLOCK, EARLY,
+        stride, embed, eps, parts, BIAS, BLOCK, True, EARLY,
     )  # fmt: skip
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * embed + column
@@ -89,7 +90,7 @@ def _quantizing(
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        stride, embed, eps, parts, BIAS, BLOCK, False,
+        stride, embed, eps, parts, BIAS, BLOCK, True, False,
     ).to(tl.float32)  # fmt: skip
     store_quantized(
         normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
@@ -121,7 +122,7 @@ def add_rms_norm(
     if form is None:
         return triton_call(
             *inputs,
-            kernel=_kernel,
+            kernel=_add_rms_norm,
             name="add_rms_norm",
             target=target,
             out_type=(row, row),

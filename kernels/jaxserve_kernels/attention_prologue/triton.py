@@ -23,9 +23,9 @@ def _load(x_ptr, bias_ptr, at, stride: tl.constexpr, parts: tl.constexpr):
     """The parts of elements `at` of a token's projection, and their bias: see `_sum`."""
     found = ()
     for part in tl.static_range(parts):
-        found = found + (tl.load(x_ptr + part * stride + at, volatile=True),)  # noqa: RUF005
+        found = found + (tl.load(x_ptr + part * stride + at),)  # noqa: RUF005
     if bias_ptr is not None:
-        found = found + (tl.load(bias_ptr + at, volatile=True),)  # noqa: RUF005
+        found = found + (tl.load(bias_ptr + at),)  # noqa: RUF005
     return found
 
 

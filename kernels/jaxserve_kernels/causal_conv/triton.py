@@ -80,7 +80,8 @@ def _decode(
 def _convolve(
     x_ptr, weight_ptr, slot_ptr, position_ptr, offset_ptr, state_ptr, layer, out_ptr,
     slots: tl.constexpr, stride: tl.constexpr, tokens: tl.constexpr, columns: tl.constexpr,
-    parts: tl.constexpr, channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+    parts: tl.constexpr, channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Convolves some tokens of a step. offset_ptr has each token's offset in its row."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)

@@ -57,8 +57,8 @@ def _multiply(
 def _conv_and_gates(
     projected_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, x_ptr, w_ptr, state_ptr, layer,
     out_ptr, gates_ptr,
-    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
-    KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
     tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, EARLY: tl.constexpr = False,

@@ -34,9 +34,7 @@ from jaxserve_kernels.op import (
 from jaxserve_kernels.target import Target
 
 
-def route(
-    logits: Array, routing: Routing, bias: Array | None = None, *, target: Target
-) -> Routes:
+def route(logits: Array, routing: Routing, bias: Array | None = None, *, target: Target) -> Routes:
     """See `reference.route`. The kernel for few tokens also sorts the pairs by expert."""
     return _ROUTE(logits, bias, routing=routing, target=target)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,38 @@ def scoring_refuses(
     product; None if it can."""
     if update is None:
         return Refusal("no residual update to add")
-    return _unlike_a_decode_step(x, limits_of(target).scored_tokens, target) or (
-        None if router.dtype == x.dtype else Refusal("the router has another dtype than the tokens")
-    )
+    refusal = _unlike_a_decode_step(x, limits_of(target).scored_tokens, target)
+    if refusal is not None:
+        return refusal
+    if router.dtype != x.dtype:
+        return Refusal("the router has another dtype than the tokens")
+    tokens, embed = x.shape
+    if scoring(tokens, embed, router.shape[0]).programs > target.gpu.multiprocessors:
+        return Refusal("more programs than multiprocessors")
+    return None
+
+
+class Scoring(NamedTuple):
+    """Launch parameters of `triton_score`."""
+
+    rows: int
+    """Rows of the router that a program holds in registers."""
+    num_warps: int
+    programs: int
+
+
+_EACH = 64
+"""Elements of the router that a thread holds."""
+_ALONE = 2
+"""Up to this many tokens, programs have 8 warps, more of them a token. With more tokens each has 16
+warps, so that fewer programs read the same token."""
+
+
+def scoring(tokens: int, embed: int, rows: int) -> Scoring:
+    """Returns the launch for tokens of `embed` elements and a router of `rows` rows."""
+    warps = 8 if tokens <= _ALONE else 16
+    at_once = max(1, 32 * warps * _EACH // (1 << (embed - 1).bit_length()))
+    return Scoring(at_once, warps, tokens * -(-rows // at_once))
 
 
 def refuses(

@@ -20,7 +20,6 @@ from jaxserve_kernels.experts.triton_choice import REMOVED, key_of, score_of
 from jaxserve_kernels.experts.types import Order, Routes, Routing
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.triton_loads import all_loaded
 
 _AT_ONCE = 4096
 """The most pairs that a program of `_order` looks at in one iteration."""
@@ -99,18 +98,12 @@ def _route(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    found = ()
+    logits = gl.zeros([TOKENS, EXPERTS], gl.float32, layout)
     for part in gl.static_range(parts):
         at = logits_ptr + (part * tokens + token) * columns + lane
-        found = found + (gl.load(at, mask=there, other=0.0, volatile=True),)  # noqa: RUF005
+        logits += gl.load(at, mask=there, other=0.0)
     if BIAS:
-        bias = gl.load(bias_ptr + lane, mask=there, other=0.0, volatile=True).to(gl.float32)
-        found = found + (bias,)  # noqa: RUF005
-    if not all_loaded(1):
-        return
-    logits = found[0]
-    for index in gl.static_range(1, len(found)):
-        logits += found[index]
+        logits += gl.load(bias_ptr + lane, mask=there, other=0.0).to(gl.float32)
     logits = gl.where(there & (logits == logits), logits + 0.0, float("-inf"))  # -0.0 is 0.0
     keys = gl.where(there, key_of(logits), REMOVED)
     ids, weights = _best(logits, lane, keys, K, CHOICES, SIGMOID, NORMALIZE, WARPS)

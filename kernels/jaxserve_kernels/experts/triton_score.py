@@ -13,14 +13,9 @@ import triton.language as tl
 from jax import Array
 
 from jaxserve_kernels.add_rms_norm.triton import add_and_norm
+from jaxserve_kernels.experts.few_config import scoring
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_EACH = 64
-"""Elements of the router that a thread holds in registers."""
-_ALONE = 2
-"""Up to this many tokens, programs have 8 warps, more of them a token. With more tokens each has 16
-warps, so that fewer programs read the same token."""
 
 
 @triton.jit
@@ -39,7 +34,7 @@ def _norm_and_score(
     first = tl.program_id(1) == 0
     token = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        stride, embed, eps, parts, BIAS, BLOCK, EARLY,
+        stride, embed, eps, parts, BIAS, BLOCK, False, EARLY,
     )  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     tl.store(out_ptr + at * embed + column, token, mask=(column < embed) & first)
@@ -61,8 +56,7 @@ def norm_and_score(
     tokens, embed = x.shape
     n = router.shape[0]
     block = triton.next_power_of_2(embed)
-    warps = 8 if tokens <= _ALONE else 16
-    rows = max(1, 32 * warps * _EACH // block)
+    launch = scoring(tokens, embed, n)
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return triton_call(
         x, update, weight, weight if bias is None else bias, router,
@@ -70,8 +64,8 @@ def norm_and_score(
         name="norm_and_score",
         target=target,
         out_type=(row, row, jax.ShapeDtypeStruct((1, tokens, n), jnp.float32)),
-        grid=(tokens, triton.cdiv(n, rows)),
-        num_warps=warps,
+        grid=(tokens, launch.programs // tokens),
+        num_warps=launch.num_warps,
         n=n, stride=tokens * embed, embed=embed, eps=eps, parts=update.shape[0],
-        BIAS=bias is not None, BLOCK=block, ROWS=rows,
+        BIAS=bias is not None, BLOCK=block, ROWS=launch.rows,
     )  # fmt: skip

@@ -41,69 +41,72 @@ _WARPS = 4
 
 @gluon.jit
 def _load(
-    token, qkv_ptr, gates_ptr, head, key, column,
+    token, qkv_ptr, gates_ptr, head, column,
     stride: gl.constexpr, parts: gl.constexpr, key_heads: gl.constexpr, value_heads: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A token's q, k and v, and the parts of its two gates. Each thread loads what it needs itself,
-    so that nothing passes through shared memory."""
+    """A token's q and k [2, KEY], its v, and the parts of its two gates. Each warp loads all of
+    them, so that it needs no other warp's sums."""
+    both: gl.constexpr = gl.BlockedLayout([1, KEY // 16], [2, 16], [WARPS, 1], [1, 0])
     width: gl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
-    of_key = (head // (value_heads // key_heads)) * KEY + key
     source = qkv_ptr + token * width
-    q = gl.load(source + of_key, volatile=True)
-    k = gl.load(source + key_heads * KEY + of_key, volatile=True)
+    of_key = (head // (value_heads // key_heads)) * KEY
+    of_key += gl.arange(0, KEY, gl.SliceLayout(0, both))[None, :]
+    of_key += gl.arange(0, 2, gl.SliceLayout(1, both))[:, None] * (key_heads * KEY)
+    qk = gl.load(source + of_key)
     v = gl.load(source + 2 * key_heads * KEY + head * VALUE + column, volatile=True)
     part = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gates = gates_ptr + part * stride + token * (2 * value_heads) + head
-    a = gl.load(gates, mask=part < parts, other=0.0, volatile=True)
-    b = gl.load(gates + value_heads, mask=part < parts, other=0.0, volatile=True)
-    return q, k, v, a, b
+    a = gl.load(gates, mask=part < parts, other=0.0)
+    b = gl.load(gates + value_heads, mask=part < parts, other=0.0)
+    return qk, v, a, b
 
 
 @gluon.jit
 def _advance(state, loaded, out_ptr, decay, bias, scale: gl.constexpr):
     """Returns the state after the token of `_load`. Stores the token's output unless `out_ptr` is
     None."""
-    q, k, v, a, b = loaded
-    dtype: gl.constexpr = q.dtype
-    q, k = q.to(gl.float32), k.to(gl.float32)
-    q *= gl.rsqrt(gl.sum(q * q, axis=0) + 1e-6) * scale
-    k *= gl.rsqrt(gl.sum(k * k, axis=0) + 1e-6)
+    qk, v, a, b = loaded
+    dtype: gl.constexpr = qk.dtype
+    rows: gl.constexpr = gl.SliceLayout(1, state.type.layout)
+    wide = qk.to(gl.float32)
+    wide *= gl.rsqrt(gl.sum(wide * wide, axis=1) + 1e-6)[:, None]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    memory = gl.allocate_shared_memory(gl.float32, wide.shape, plain)
+    memory.store(wide)
+    vectors = memory.reinterpret(gl.float32, wide.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q = vectors.index(0).load(rows)[:, None] * scale
+    k = vectors.index(1).load(rows)[:, None]
     a = gl.sum(a.to(gl.float32), axis=0).to(dtype).to(gl.float32) + bias
     b = gl.sum(b.to(gl.float32), axis=0).to(dtype).to(gl.float32)
     # log(1 + exp(a)) without overflow
     softplus = gl.maximum(a, 0.0) + gl.log(1.0 + gl.exp(-gl.abs(a)))
     state *= gl.exp(decay * softplus)
-    found = gl.sum(state * k[:, None], axis=0)
+    found = gl.sum(state * k, axis=0)
     write = (v.to(gl.float32) - found) / (1.0 + gl.exp(-b))
-    state += k[:, None] * write[None, :]
+    state += k * write[None, :]
     if out_ptr is not None:
-        gl.store(out_ptr, gl.sum(state * q[:, None], axis=0).to(dtype))
+        gl.store(out_ptr, gl.sum(state * q, axis=0).to(dtype))
     return state
 
 
 @gluon.jit
-def _kernel(
+def _rule_kernel(
     qkv_ptr, gates_ptr, a_log_ptr, bias_ptr,
     first_ptr, length_ptr, slot_ptr, position_ptr, blocked_ptr, state_ptr, layer, out_ptr,
     slots: gl.constexpr, stride: gl.constexpr, parts: gl.constexpr,
     key_heads: gl.constexpr, value_heads: gl.constexpr, scale: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
-    WARPS: gl.constexpr, BY_COLUMNS: gl.constexpr, WRITES: gl.constexpr, SINGLE: gl.constexpr,
+    WARPS: gl.constexpr, WRITES: gl.constexpr, SINGLE: gl.constexpr,
     EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """Runs the rule over one row. Without `out_ptr` it updates the state only; without WRITES it
     computes the output only. SINGLE: each row is one token.
 
     Adjacent programs share a head's state, so that whole rows of it are read and written together.
-    BY_COLUMNS: a warp has some columns of all rows, so that it needs no other warp's sums.
     """
-    across: gl.constexpr = COLUMNS // 4 // (WARPS if BY_COLUMNS else 1)  # lanes beside each other
-    down: gl.constexpr = 32 // across * (1 if BY_COLUMNS else WARPS)  # threads below each other
-    layout: gl.constexpr = gl.BlockedLayout(
-        [KEY // down if KEY > down else 1, 4], [32 // across, across],
-        [1, WARPS] if BY_COLUMNS else [WARPS, 1], [1, 0],
-    )  # fmt: skip
+    across: gl.constexpr = COLUMNS // 4  # threads beside each other
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // across, across], [WARPS, 1], [1, 0])
     blocks: gl.constexpr = VALUE // COLUMNS
     row = gl.program_id(1).to(gl.int64)
     head = gl.program_id(0) // blocks
@@ -128,11 +131,10 @@ def _kernel(
         gdc_wait()
     if SINGLE:
         loaded = _load(
-            row, qkv_ptr, gates_ptr, head, key, column,
+            row, qkv_ptr, gates_ptr, head, column,
             stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
         )  # fmt: skip
-        # Without this branch ptxas moves loads behind the first sums, which wait for memory.
-        if length > begin:
+        if length > begin:  # v is loaded before this branch: see `triton_loads`
             out = out_ptr + (row * value_heads + head) * VALUE + column
             state = _advance(state, loaded, out, decay, bias, scale)
             gl.store(tile, state, mask=inside)
@@ -140,7 +142,7 @@ def _kernel(
         first = gl.load(first_ptr + row).to(gl.int64)
         for token in range(first + begin, first + length):
             loaded = _load(
-                token, qkv_ptr, gates_ptr, head, key, column,
+                token, qkv_ptr, gates_ptr, head, column,
                 stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
             )  # fmt: skip
             out = out_ptr
@@ -284,14 +286,14 @@ def _rule(
     return triton_call(
         qkv, gates, weights.a_log, weights.dt_bias,
         first, length, slots, positions, blocked, state, layer, *out,
-        kernel=_kernel,
+        kernel=_rule_kernel,
         name="gated_delta_rule",
         target=target,
         out_type=out_type,
         grid=(heads.values // columns, rows),
         num_warps=_WARPS,
         slots=state.shape[1], stride=gates[0].size, parts=gates.shape[0],
-        PARTS=triton.next_power_of_2(gates.shape[0]), WARPS=_WARPS, BY_COLUMNS=not many,
+        PARTS=triton.next_power_of_2(gates.shape[0]), WARPS=_WARPS,
         key_heads=heads.key_heads, value_heads=heads.value_heads, scale=heads.key_dim**-0.5,
         KEY=heads.key_dim, VALUE=heads.value_dim, COLUMNS=columns,
         WRITES=writes, SINGLE=single,
