@@ -16,6 +16,7 @@ from jaxserve_kernels.experts import (
     ExpertWeights,
     Routing,
     experts,
+    norm_and_score,
     route,
     routed_experts,
 )
@@ -193,6 +194,31 @@ def test_a_shared_expert_streams_with_the_others(name: str, tokens: int) -> None
 def test_few_tokens_in_a_chain(name: str, tokens: int, shared: bool) -> None:
     """With and without an expert that all have."""
     routed_experts_equal_the_definition(name, tokens, shared=shared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(("embed", "rows"), [(2048, 257), (2880, 32)])
+def test_the_norm_and_the_scores_of_few_tokens(tokens: int, embed: int, rows: int) -> None:
+    keys = iter(jax.random.split(jax.random.key(tokens), 4))
+
+    def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.random.normal(next(keys), shape).astype(dtype)
+
+    x, update = normal(tokens, embed), normal(5, tokens, embed, dtype=jnp.float32)
+    given = x, update, normal(embed), normal(rows, embed)
+
+    def call(x: Any, update: Any, weight: Any, router: Any, *, target: Target) -> Any:
+        return norm_and_score(x, update, weight, 1e-6, router, target=target)
+
+    found = jax.jit(lambda *args: pdl.call(call, *args, target=Target.here()))(*given)
+    total, normed, scores = call(*given, target=REFERENCE)
+    np.testing.assert_array_equal(found[0], total)
+    assert np.linalg.norm(np.asarray(found[1] - normed, np.float64)) < 2e-3 * np.linalg.norm(
+        np.asarray(normed, np.float64)
+    )
+    difference = np.linalg.norm(np.asarray(found[2].sum(0) - scores.sum(0), np.float64))
+    assert difference < 4e-3 * np.linalg.norm(np.asarray(scores.sum(0), np.float64))
 
 
 def routed_experts_equal_the_definition(name: str, tokens: int, *, shared: bool) -> None:
