@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxserve_kernels.causal_conv.gates_config import Operands, choose
-from jaxserve_kernels.gated_delta_rule import Heads, RuleConfig, hopper_blocks, triton
+from jaxserve_kernels.gated_delta_rule import (
+    Heads,
+    RuleConfig,
+    gated_delta_rule,
+    hopper_blocks,
+    triton,
+)
 from jaxserve_kernels.op import Refusal
 from tests.emulator.targets import HOPPER, PDL
 from tests.kernels.recurrent_cases import (
@@ -21,6 +28,7 @@ from tests.kernels.recurrent_cases import (
     check_drafts,
     check_rule,
     decode_rows,
+    rule_arrays,
 )
 from tests.kernels.recurrent_steps import Part
 
@@ -34,6 +42,16 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_rows_with_the_norm_of_the_output(dtype: str) -> None:
     bounds = Bounds(1e-6, 1e-6) if dtype == "float32" else Bounds(2e-3, 1e-6)
     check_rule(decode_rows(40, 0), CONFIG, dtype, at_once, PDL, bounds)
+
+
+def test_rows_of_padding_are_alike() -> None:
+    """Whatever is in memory. Else a router would choose experts for each of them."""
+    mix = decode_rows(40, 0)
+    tokens, weights, state = rule_arrays(HEADS, mix.tokens, "bfloat16")
+    tokens = tokens._replace(qkv=tokens.qkv.at[mix.used :].set(jnp.nan))
+    args = tokens, weights, state, 0, mix.step(CONFIG.block)
+    out, _ = gated_delta_rule(*args, config=CONFIG, target=PDL)
+    assert np.all(np.asarray(out[mix.used :], np.float32) == 0.0)
 
 
 def test_decode_rows_of_so_many_heads_that_programs_have_more(

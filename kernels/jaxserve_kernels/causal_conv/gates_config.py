@@ -15,10 +15,15 @@ from jaxserve_kernels.target import Target
 ROWS, DEPTH = 16, 128
 """Rows of the gates' weight per program, and inputs per step of the product."""
 
-_MOST_SPLITS, _MOST_SPLITS_OF_FEW, _FEW, _MOST_STEPS = 8, 20, 16, 8
-"""Parts of the inputs, each with its programs, which the rule adds: of many tokens, and of up to
-`_FEW`, whose programs are bound by the latency of one product after the other; and steps of a part,
-whose weights a program holds in registers."""
+_MOST_SPLITS, _MOST_SPLITS_OF_FEW = 8, 20
+"""Parts of the inputs, each with its programs, which the rule adds. Programs of few tokens last as
+long as their products take one after the other, so they have shorter parts."""
+
+_FEW = 16
+"""The most tokens with `_MOST_SPLITS_OF_FEW`."""
+
+_MOST_STEPS = 8
+"""Steps of a part, whose weights a program holds in registers."""
 
 _MOST_TOKENS = 64
 """With more, the product reads the weight often. A rule, not measured."""

@@ -1,9 +1,9 @@
 """A layer's router and its experts together: picks the implementations.
 
-For few tokens, with programmatic dependent launch (PDL), three kernels compute everything:
-`norm_and_score` is one, `routed_experts` the other two. With a few more tokens or many experts, the
-kernels of the experts may include the shared expert. Otherwise both functions call the separate
-operations `add_rms_norm`, `linear`, `route` and `experts`.
+For one or two tokens, with programmatic dependent launch (PDL), three kernels compute everything:
+`norm_and_score` is one, `routed_experts` the other two. `norm_and_score` is one kernel for a few
+more tokens, too, and the kernels of the experts may include the shared expert. Otherwise both
+functions call the separate operations `add_rms_norm`, `linear`, `route` and `experts`.
 """
 
 from __future__ import annotations

@@ -292,11 +292,11 @@ def experts(
     [1, tokens, embed] in x's dtype."""
     tokens, embed = x.shape
     pairs = ids.size
-    pairs_of, ends = ids, ids
+    sorted_pairs, ends = ids, ids
     if tokens > 1:
-        pairs_of, ends = order or triton_route.order(ids, w.gate_up.shape[0], target=target)
+        sorted_pairs, ends = order or triton_route.order(ids, w.gate_up.shape[0], target=target)
     hidden = triton_call(
-        x, *arrays(w.gate_up, w.gate_up_bias), ids, pairs_of, ends, tokens,
+        x, *arrays(w.gate_up, w.gate_up_bias), ids, sorted_pairs, ends, tokens,
         kernel=_gate_up,
         name=f"experts_gate_up{_suffix(w.gate_up)}",
         target=target,
@@ -307,7 +307,7 @@ def experts(
     )  # fmt: skip
     dtype = jnp.float32 if config.parts else x.dtype
     parts = triton_call(
-        hidden, *arrays(w.down, w.down_bias), ids, pairs_of, ends, weights, tokens,
+        hidden, *arrays(w.down, w.down_bias), ids, sorted_pairs, ends, weights, tokens,
         kernel=_down,
         name=f"experts_down{_suffix(w.down)}",
         target=target,

@@ -134,10 +134,12 @@ def _rule_kernel(
             row, qkv_ptr, gates_ptr, head, column,
             stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
         )  # fmt: skip
+        out = out_ptr + (row * value_heads + head) * VALUE + column
         if length > begin:  # v is loaded before this branch: see `triton_loads`
-            out = out_ptr + (row * value_heads + head) * VALUE + column
             state = _advance(state, loaded, out, decay, bias, scale)
             gl.store(tile, state, mask=inside)
+        else:  # rows of padding are alike, so that a router chooses the same experts for all
+            gl.store(out, (column * 0).to(out_ptr.dtype.element_ty))
     else:
         first = gl.load(first_ptr + row).to(gl.int64)
         for token in range(first + begin, first + length):
