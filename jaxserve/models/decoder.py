@@ -155,13 +155,19 @@ def tapped_forward(
     return PreMLP(x, attention_out), kv, tapped
 
 
-def finish(params: Params, tokens: PreMLP, spec: ModelSpec, *, target: Target) -> Array:
-    """Returns the hidden states after the final norm, [tokens, embed]."""
+def finish(
+    params: Params,
+    tokens: PreMLP,
+    spec: ModelSpec,
+    *,
+    active: Array | None = None,
+    target: Target,
+) -> Array:
+    """Returns the hidden states after the final norm, [tokens, embed]. active: see `StepTokens`."""
     layers = layer_views(params.layers)
+    own = (layers[-1], Norm(params.final_norm), tokens.x, tokens.attention_out, spec)
     with jax.named_scope(f"layer_{len(layers) - 1}"):
-        return plain(
-            feed_forward(layers[-1], Norm(params.final_norm), *tokens, spec, target=target)[1]
-        )
+        return plain(feed_forward(*own, active=active, target=target)[1])
 
 
 def decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from jax import Array
@@ -59,6 +60,8 @@ class StepTokens(NamedTuple):
     """The place of the tokens in each cache group."""
     recurrent: RecurrentStep | None = None
     """The place of the tokens in the state of recurrent layers, if there are any."""
+    active: Array | None = None
+    """int32 [tokens], 0 for padding, if there are experts, of which padding gets none."""
 
     @property
     def positions(self) -> Array:
@@ -84,7 +87,8 @@ def decoder_layer(
     layer's norm. Returns x, x after the next norm, and the caches."""
     own = (layer, place, normed, kv, tables, tokens, spec)
     attention_out, kv = mix(*own, dtype=x.dtype, tile_size=tile_size, target=target)
-    return *feed_forward(layer, next_norm, x, attention_out, spec, target=target), kv
+    own = (layer, next_norm, x, attention_out, spec)
+    return *feed_forward(*own, active=tokens.active, target=target), kv
 
 
 def mix(
@@ -135,14 +139,19 @@ def feed_forward(
     attention_out: Array,
     spec: ModelSpec,
     *,
+    active: Array | None = None,
     target: Target,
 ) -> tuple[Array, Normed]:
-    """Runs the part of a layer after its mixer. Returns x, and x after the next norm."""
+    """Runs the part of a layer after its mixer. Returns x, and x after the next norm.
+
+    Args:
+      active: see `StepTokens`; None: no token is padding.
+    """
     projection = layer.out if layer.delta is None else layer.delta.out
     assert projection is not None
     biased = layer.out_bias is not None
     x, out = add_linear(x, attention_out, projection, biased=biased, target=target)
-    block = _dense if layer.experts is None else _experts
+    block = _dense if layer.experts is None else functools.partial(_experts, active=active)
     x, update = block(layer, x, out, spec, target=target)
     form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
     own = (x, update, next_norm.weight, spec.norm_eps, form)
@@ -178,7 +187,13 @@ def _dense(
 
 
 def _experts(
-    layer: Layer, x: Array, out: Array | None, spec: ModelSpec, *, target: Target
+    layer: Layer,
+    x: Array,
+    out: Array | None,
+    spec: ModelSpec,
+    *,
+    active: Array | None,
+    target: Target,
 ) -> tuple[Array, Array]:
     """Runs the layer's norm, router and experts on x and `out`, as returned by `matmul.add_linear`.
     Returns x, and partial sums to add to it."""
@@ -193,6 +208,7 @@ def _experts(
         ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias),
         bias=layer.router_bias,
         shared=None if layer.shared is None else ExpertWeights(*layer.shared),
+        active=active,
         activation=own.activation,
         target=target,
     )

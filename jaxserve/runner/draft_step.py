@@ -69,6 +69,7 @@ def finish_rows(
     tapped: Sequence[Array],
     spec: ModelSpec,
     *,
+    active: Array | None,
     target: Target,
 ) -> tuple[Array, Sequence[Array]]:
     """Applies the final norm after a mixed step.
@@ -76,6 +77,7 @@ def finish_rows(
     Args:
       rows: int32 [rows], index of each row's last token.
       tapped: hidden states [tokens, embed] after each of `taps_of`.
+      active: see `StepTokens`.
 
     Returns:
       The final hidden states [rows, embed] of the tokens at `rows`, and the head's input: `tapped`,
@@ -83,7 +85,7 @@ def finish_rows(
     """
     if not isinstance(draft, MtpDraft):
         return decoder.finish(params, pre_mlp.of(rows), spec, target=target), tapped
-    every = decoder.finish(params, pre_mlp, spec, target=target)
+    every = decoder.finish(params, pre_mlp, spec, active=active, target=target)
     return every[rows], (every,)
 
 

@@ -102,7 +102,7 @@ def run_step(
     model, taps = model_of(params), taps_of(draft)
     inputs = unaliased(bucket.unpack(packed), packed[-1])
     sequences = sequence_state.apply(state.sequences, inputs.addresses, inputs.values)
-    tokens = locate(inputs, sequences, state.kv)
+    tokens = locate(inputs, sequences, state.kv, spec)
     if spec.state is not None:
         padding = sequences.shape[0] - 1
         prompts = None if bucket.kind == "decode" else sequences[:, sequence_state.PROMPT]
@@ -114,7 +114,7 @@ def run_step(
             model, state.kv, tokens, spec, tile_size=bucket.tile_size, target=target, taps=taps
         )
         own = (model, draft, pre_mlp, inputs.row_last, tapped, spec)
-        hidden, tapped = finish_rows(*own, target=target)
+        hidden, tapped = finish_rows(*own, active=tokens.active, target=target)
         kept = jax.tree.map(overwritten, kept, pre_mlp)
     else:  # each token is the last of its row
         hidden, kv, tapped = decoder.tapped_decode(
@@ -155,9 +155,9 @@ def overwritten(old: Array, new: Array) -> Array:
     return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
 
-def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
+def locate(inputs: StepInputs, sequences: Array, kv: Caches, spec: ModelSpec) -> StepTokens:
     """Returns the token ids and, for each cache group, the page and offset of each token's key and
-    value."""
+    value; and which tokens are padding, if the model has experts."""
     caches = paged(kv)
     groups, page_tokens = len(caches), page_size(caches[0])
     last = sequences[inputs.token_slots, sequence_state.LAST_TOKEN]
@@ -175,7 +175,8 @@ def locate(inputs: StepInputs, sequences: Array, kv: Caches) -> StepTokens:
         for own, table in zip(pages, sequence_state.page_tables(sequences, groups), strict=True)
     )
     ids = jnp.where(inputs.token_ids == DECODE_TOKEN, last, inputs.token_ids)
-    return StepTokens(ids, places)
+    active = (slots != sequences.shape[0] - 1).astype(jnp.int32) if spec.experts else None
+    return StepTokens(ids, places, active=active)
 
 
 def _rows(

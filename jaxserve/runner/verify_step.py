@@ -98,7 +98,7 @@ def run_verify_step(
     rewrites = all(format_of(kv).rewrites_pages for kv in paged(state.kv))
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
     inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
-    tokens = locate(inputs, sequences, state.kv)
+    tokens = locate(inputs, sequences, state.kv, spec)
     if spec.state is not None:
         tokens = recurrent_drafts.located(tokens, runs.slots, runs.begin, runs.length)
     pre_mlp, kv, tapped = decoder.tapped_forward(
@@ -110,7 +110,7 @@ def run_verify_step(
         target=target,
         taps=taps_of(draft),
     )
-    hidden = decoder.finish(model, pre_mlp, spec, target=target)
+    hidden = decoder.finish(model, pre_mlp, spec, active=tokens.active, target=target)
     tapped = (hidden,) if isinstance(draft, MtpDraft) else tapped
     draft_kv, states = remember(
         *(params, draft, state.draft_kv, tapped, tokens, state.draft_states, sequences),

@@ -221,20 +221,25 @@ def test_route(scoring: Any, normalize: bool, parts: int) -> None:
 @pytest.mark.parametrize("target", [HOPPER, PDL], ids=["plain", "early"])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9])
 @pytest.mark.parametrize(("count", "k"), [(6, 3), (40, 4)])
+@pytest.mark.parametrize("padding", [0, 1])
 def test_few_tokens_are_routed_and_sorted_at_once(
-    count: int, k: int, tokens: int, target: Target
+    count: int, k: int, tokens: int, padding: int, target: Target
 ) -> None:
+    active = (jnp.arange(tokens) < tokens - padding).astype(jnp.int32) if padding else None
     logits = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, count)))
     routing = Routing(num_experts=count, top_k=k)
-    ids, weights, found = route(logits, routing, target=target)
-    expected_ids, expected_weights, _ = route(logits, routing, target=REFERENCE)
+    given = logits, routing, None, active
+    ids, weights, found = route(*given, target=target)
+    expected_ids, expected_weights, _ = route(*given, target=REFERENCE)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-6)
     assert (found is not None) == (1 < tokens <= 8)
     if found is not None:
         expected = order(expected_ids, count, target=HOPPER)
-        np.testing.assert_array_equal(found.pairs, expected.pairs)
         np.testing.assert_array_equal(found.ends, expected.ends)
+        there = int(found.ends[-1])
+        assert there == (tokens - padding) * k
+        np.testing.assert_array_equal(found.pairs[:there], expected.pairs[:there])
 
 
 def test_a_token_of_nan_goes_to_experts_that_exist() -> None:

@@ -21,7 +21,7 @@ from jaxserve_kernels.op import Choice
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulated.test_expert_kernels import EXPERTS, QUANTIZE, K, made
-from tests.emulator.targets import PDL
+from tests.emulator.targets import HOPPER, PDL
 
 ROUTING = Routing(num_experts=EXPERTS, top_k=K)
 
@@ -100,6 +100,29 @@ def test_a_shared_expert_of_more_tokens_streams_with_the_others(
     expected = routed_experts(*args, shared=shared_of(w), target=REFERENCE)
     wanted = np.asarray(expected, np.float32).sum(0)
     assert relative_error(np.asarray(found).sum(0), wanted) < 6e-3
+
+
+@pytest.mark.parametrize(("name", "tokens", "target", "kernels", "shared"), [
+    ("int4", 5, PDL, "triton_streaming", False), ("fp8", 20, PDL, "streaming", True),
+    ("bf16", 9, PDL, "triton", False), ("bf16", 400, HOPPER, "hopper", False),
+])  # fmt: skip
+def test_padding_changes_no_other_token(
+    name: str, tokens: int, target: Target, kernels: str, shared: bool
+) -> None:
+    """Its inputs are whatever is in memory, and its scores could choose experts of their own."""
+    x, *_, w = made(tokens, QUANTIZE[name])
+    scores = scores_of(7, EXPERTS + shared, tokens)
+    used = tokens * 3 // 5
+    active = (jnp.arange(tokens) < used).astype(jnp.int32)
+    options: dict[str, Any] = {"shared": shared_of(w)} if shared else {}
+    seen, observing = observed(target)
+    args = x.at[used:].set(jnp.nan), scores, ROUTING, w
+    found = routed_experts(*args, active=active, **options, target=observing)
+    assert kernels in [each.implementation.name for each in seen]
+    alone = x[:used], scores[:, :used], ROUTING, w
+    expected = routed_experts(*alone, **options, target=REFERENCE)
+    both = (np.asarray(each, np.float32).sum(0) for each in (found[:, :used], expected))
+    assert relative_error(*both) < 6e-3
 
 
 @pytest.mark.parametrize("routing", [

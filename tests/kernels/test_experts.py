@@ -54,6 +54,20 @@ def test_route(scoring: Any, normalize: bool) -> None:
     assert ids.dtype == jnp.int32 and values.dtype == jnp.float32
 
 
+def test_padding_has_no_experts() -> None:
+    x, *_, w = made(5, (4, 2, 24, 16))
+    logits = jax.random.normal(jax.random.key(5), (5, 4))
+    routing, active = Routing(num_experts=4, top_k=2), jnp.asarray([1, 0, 1, 1, 0])
+    found, shares, _ = route(logits, routing, None, active, target=CPU)
+    expected, wanted, _ = route(logits, routing, target=CPU)
+    real = np.flatnonzero(active)
+    np.testing.assert_array_equal(found[real], expected[real])
+    np.testing.assert_array_equal(shares[real], wanted[real])
+    assert np.all(np.delete(found, real, 0) == 4) and np.all(np.delete(shares, real, 0) == 0.0)
+    out = experts(x, found, shares, w, target=CPU)
+    assert np.all(np.delete(out[0], real, 0) == 0.0)
+
+
 def test_gpt_oss_takes_the_softmax_of_the_chosen_logits() -> None:
     logits = np.random.default_rng(1).standard_normal((5, 8))
     ids, values, _ = route(jnp.asarray(logits), Routing(num_experts=8, top_k=3), target=CPU)

@@ -34,9 +34,16 @@ from jaxserve_kernels.op import (
 from jaxserve_kernels.target import Target
 
 
-def route(logits: Array, routing: Routing, bias: Array | None = None, *, target: Target) -> Routes:
+def route(
+    logits: Array,
+    routing: Routing,
+    bias: Array | None = None,
+    active: Array | None = None,
+    *,
+    target: Target,
+) -> Routes:
     """See `reference.route`. The kernel for few tokens also sorts the pairs by expert."""
-    return _ROUTE(logits, bias, routing=routing, target=target)
+    return _ROUTE(logits, bias, active, routing=routing, target=target)
 
 
 def experts(
@@ -61,17 +68,29 @@ def experts(
 
 
 def _kernel_routes(
-    _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
+    _: None,
+    logits: Array,
+    bias: Array | None,
+    active: Array | None,
+    *,
+    routing: Routing,
+    target: Target,
 ) -> Routes:
     from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
 
-    return triton_route.route(logits, routing, bias, target=target)
+    return triton_route.route(logits, routing, bias, active, target=target)
 
 
 def _definition_routes(
-    _: None, logits: Array, bias: Array | None, *, routing: Routing, target: Target
+    _: None,
+    logits: Array,
+    bias: Array | None,
+    active: Array | None,
+    *,
+    routing: Routing,
+    target: Target,
 ) -> Routes:
-    return Routes(*reference.route(logits, routing, bias), None)
+    return Routes(*reference.route(logits, routing, bias, active), None)
 
 
 def _configure(

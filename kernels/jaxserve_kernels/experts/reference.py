@@ -23,7 +23,9 @@ from jaxserve_kernels.experts.types import (
 from jaxserve_kernels.weights import is_quantized
 
 
-def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[Array, Array]:
+def route(
+    logits: Array, routing: Routing, bias: Array | None = None, active: Array | None = None
+) -> tuple[Array, Array]:
     """Picks the k experts with the largest logits for each token, and the weights of their results.
 
     A weight is the softmax over all logits, or the sigmoid of the expert's logit
@@ -33,10 +35,11 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
       logits: float32 [tokens, experts], or partial sums [parts, tokens, experts] of them. Columns
         after the last expert are ignored: a router's matrix may have more rows.
       bias: [experts], added to the logits.
+      active: int32 [tokens], 0 for padding, which has no experts; None: no token is padding.
 
     Returns:
-      Expert ids int32 [tokens, k], by falling logit, ties by rising id; and their weights, float32
-      [tokens, k].
+      Expert ids int32 [tokens, k], by falling logit, ties by rising id, and the number of experts
+      for padding; and their weights, float32 [tokens, k], 0 for padding.
     """
     logits = logits.astype(jnp.float32)
     if logits.ndim == 3:
@@ -51,6 +54,9 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
         weights = jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     if routing.normalize:
         weights = weights / weights.sum(-1, keepdims=True)
+    if active is not None:
+        there = (active != 0)[:, None]
+        ids, weights = jnp.where(there, ids, routing.num_experts), jnp.where(there, weights, 0.0)
     return ids.astype(jnp.int32), weights
 
 

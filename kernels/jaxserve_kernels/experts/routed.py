@@ -53,6 +53,7 @@ def routed_experts(
     *,
     bias: Array | None = None,
     shared: ExpertWeights | None = None,
+    active: Array | None = None,
     activation: ExpertActivation = "silu",
     target: Target,
 ) -> Array:
@@ -64,13 +65,17 @@ def routed_experts(
       bias: the router's bias, [experts].
       shared: weights of the expert that every token uses (`add_shared_expert`), without an axis of
         experts. Its score is in the last column, after the scores of the experts.
+      active: int32 [tokens], 0 for padding, which has no experts, so that none of their weights is
+        read for it; None: no token is padding. The three kernels for few tokens ignore it.
 
     Returns:
-      Partial sums [parts, tokens, embed], in float32 or x's dtype.
+      Partial sums [parts, tokens, embed], in float32 or x's dtype. Those of padding are undefined.
     """
     if shared is not None:
         shared = as_read(shared, x.shape[0], target=target)
-    args = x, scores, w, bias, shared
+    if x.shape[0] == 1:  # kernels of one token read its ids without a check
+        active = None
+    args = x, scores, w, bias, shared, active
     return _EXPERTS(*args, routing=routing, activation=activation, target=target)
 
 
@@ -114,6 +119,7 @@ def _configure_experts(
     w: ExpertWeights,
     _bias: Array | None,
     shared: ExpertWeights | None,
+    _active: Array | None,
     *,
     target: Target,
     **_: Any,
@@ -124,7 +130,8 @@ def _configure_experts(
 def _few(_: None, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton_few  # needs Triton: only for GPUs
 
-    return triton_few.experts(*args, **options)
+    *own, _ = args
+    return triton_few.experts(*own, **options)
 
 
 def _configure_streaming(
@@ -133,6 +140,7 @@ def _configure_streaming(
     w: ExpertWeights,
     _bias: Array | None,
     shared: ExpertWeights | None,
+    _active: Array | None,
     *,
     routing: Routing,
     target: Target,
@@ -155,6 +163,7 @@ def _streaming(
     w: ExpertWeights,
     bias: Array | None,
     shared: ExpertWeights,
+    active: Array | None,
     *,
     routing: Routing,
     activation: ExpertActivation,
@@ -162,7 +171,7 @@ def _streaming(
 ) -> Array:
     from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
 
-    ids, weights, order = route(scores, routing, bias, target=target)
+    ids, weights, order = route(scores, routing, bias, active, target=target)
     return triton_streaming.experts(
         x, ids, weights, w, activation, config,
         order=order, shared=shared, scores=scores, target=target,
@@ -176,12 +185,13 @@ def _apart(
     w: ExpertWeights,
     bias: Array | None,
     shared: ExpertWeights | None,
+    active: Array | None,
     *,
     routing: Routing,
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
-    ids, weights, order = route(scores, routing, bias, target=target)
+    ids, weights, order = route(scores, routing, bias, active, target=target)
     update = experts(x, ids, weights, w, order, activation=activation, target=target)
     if shared is None:
         return update

@@ -82,7 +82,7 @@ def _store_order(
 
 @gluon.jit
 def _route(
-    logits_ptr, bias_ptr, tokens, ids_ptr, weights_ptr, order_ptr, ends_ptr,
+    logits_ptr, bias_ptr, active_ptr, tokens, ids_ptr, weights_ptr, order_ptr, ends_ptr,
     experts: gl.constexpr, columns: gl.constexpr, parts: gl.constexpr,
     K: gl.constexpr, EXPERTS: gl.constexpr, CHOICES: gl.constexpr, SIGMOID: gl.constexpr,
     NORMALIZE: gl.constexpr, BIAS: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
@@ -112,6 +112,11 @@ def _route(
     choice = gl.arange(0, CHOICES, gl.SliceLayout(0, own))[None, :]
     pair = row * K + choice
     there = (row < tokens) & (choice < K)
+    if active_ptr is not None:
+        active = gl.load(active_ptr + row, mask=row < tokens, other=0) != 0
+        active, _ = gl.broadcast(active, ids)
+        ids = gl.where(active, ids, experts)
+        weights = gl.where(active, weights, 0.0)
     gl.store(ids_ptr + pair, ids, mask=there)
     gl.store(weights_ptr + pair, weights, mask=there)
     if ORDER:
@@ -119,7 +124,7 @@ def _route(
         flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         ids = gl.convert_layout(ids.reshape([PAIRS]), flat)
         place = gl.arange(0, PAIRS, flat)
-        there = (place // CHOICES < tokens) & (place % CHOICES < K)
+        there = (place // CHOICES < tokens) & (place % CHOICES < K) & (ids < experts)
         pair = place // CHOICES * K + place % CHOICES
         _store_order(ids, there, pair, order_ptr, ends_ptr, experts, EXPERTS, WARPS)
 
@@ -151,7 +156,14 @@ def _order(
     tl.store(ends_ptr + expert, end)
 
 
-def route(logits: Array, routing: Routing, bias: Array | None, *, target: Target) -> Routes:
+def route(
+    logits: Array,
+    routing: Routing,
+    bias: Array | None,
+    active: Array | None = None,
+    *,
+    target: Target,
+) -> Routes:
     """See `reference.route`. With few tokens the result has the pairs' order, too."""
     *parts, tokens, columns = logits.shape
     experts, k = routing.num_experts, routing.top_k
@@ -160,7 +172,7 @@ def route(logits: Array, routing: Routing, bias: Array | None, *, target: Target
     warps = max(4, min(16, own)) if ordered else 1
     shape = (tokens, k)
     ids, weights, pairs, ends = triton_call(
-        logits, logits if bias is None else bias, tokens,
+        logits, logits if bias is None else bias, active, tokens,
         kernel=_route,
         name="route",
         target=target,
@@ -183,7 +195,7 @@ def order(ids: Array, experts: int, *, target: Target) -> Order:
     """Sorts the (token, choice) pairs by expert.
 
     Args:
-      ids: int32 [tokens, k], expert ids, each below `experts`.
+      ids: int32 [tokens, k], expert ids. Pairs with larger ids are left out.
     """
     pairs = ids.size
     block = min(_AT_ONCE, triton.next_power_of_2(pairs))

@@ -35,14 +35,14 @@ class Routing:
 class Order(NamedTuple):
     """The (token, choice) pairs, sorted by expert."""
 
-    pairs: Array  # int32 [tokens * k]: token * k + choice
+    pairs: Array  # int32 [tokens * k]: token * k + choice; undefined after the last expert's end
     ends: Array  # int32 [experts]: the end of each expert's pairs in that list
 
 
 class Routes(NamedTuple):
     """What `reference.route` returns, and what the kernels of experts read."""
 
-    ids: Array  # int32 [tokens, k]
+    ids: Array  # int32 [tokens, k]; the number of experts for padding
     weights: Array  # float32 [tokens, k]
     order: Order | None
     """None: the kernels that need it compute it."""
