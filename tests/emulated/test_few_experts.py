@@ -102,6 +102,16 @@ def test_a_shared_expert_of_more_tokens_streams_with_the_others(
     assert relative_error(np.asarray(found).sum(0), wanted) < 6e-3
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_of_padding_alone(shared: bool) -> None:
+    """As graphs are recorded."""
+    x, *_, w = made(5, QUANTIZE["int4"])
+    options: dict[str, Any] = {"shared": shared_of(w)} if shared else {}
+    args = x, scores_of(7, EXPERTS + shared, 5), ROUTING, w
+    found = routed_experts(*args, active=jnp.zeros(5, jnp.int32), **options, target=PDL)
+    assert found.shape == (K + shared, *x.shape)
+
+
 @pytest.mark.parametrize(("name", "tokens", "target", "kernels", "shared"), [
     ("int4", 5, PDL, "triton_streaming", False), ("fp8", 20, PDL, "streaming", True),
     ("bf16", 9, PDL, "triton", False), ("bf16", 400, HOPPER, "hopper", False),

@@ -181,6 +181,9 @@ def _product(
     shared = block < 0
     expert, begin, end = _block_of(block, early_ends_ptr, experts, TOKENS, EXPERTS, WARPS)
     if expert >= experts:
+        if EARLY and GATED == _DOWN:  # noqa: SIM102  (the first is known when it is compiled)
+            if block == 0:  # all tokens are padding: do not end before the kernels before this one
+                gdc_wait()
         return
     if SHARED > 0:
         begin = gl.where(shared, tokens * choices + gl.program_id(1) * TOKENS, begin)
