@@ -64,6 +64,8 @@ from jaxserve_kernels.records import installed
 
 WARM = 8
 """Untimed steps before the timed ones."""
+PROFILED = 8
+"""Steps of a profile."""
 
 
 def main() -> None:
@@ -98,7 +100,8 @@ def main() -> None:
     if args.profile:
         with turn(args.turns):
             for batch in args.batch:
-                profile(runner, config, batch, args.context[0], 8)
+                if fits(config, batch, args.context[0], PROFILED + WARM):
+                    profile(runner, config, batch, args.context[0])
     earlier = json.loads(args.compare.read_text()) if args.compare else None
     show(result, earlier)
     if earlier and args.assert_ratio:
@@ -112,6 +115,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=sorted(NAMED_MODELS), default="qwen3-4b")
     parser.add_argument("--batch", type=sizes, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument(
+        "--buckets", type=sizes, help="compiled sizes; a batch between them is padded"
+    )
     parser.add_argument("--context", type=sizes, default=[1024])
     parser.add_argument("--steps", type=int, default=64, help="timed steps per bucket")
     parser.add_argument(
@@ -144,6 +150,8 @@ def parse_args() -> argparse.Namespace:
         help="fail if a step takes more than this many times its time in --compare",
     )
     args = parser.parse_args()
+    if args.buckets and max(args.batch) > max(args.buckets):
+        parser.error(f"no bucket for {max(args.batch)} rows: --buckets ends at {max(args.buckets)}")
     if args.assert_ratio and not args.compare:
         parser.error("--assert-ratio needs the result of --compare")
     return args
@@ -179,20 +187,21 @@ def make_runner(
         spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
     kv_format = named(args.kv_cache_dtype)
     page_size, longest = kv_format.page_size or args.page_size, 40_960
-    groups = kv_cache.sized_groups(spec, page_size, max(args.batch))
-    demand = kv_cache.Demand(longest, max(args.batch), 512)
+    most = max(args.buckets or args.batch)
+    groups = kv_cache.sized_groups(spec, page_size, most)
+    demand = kv_cache.Demand(longest, most, 512)
     budget = int(args.kv_gib * 2**30)
     pages = kv_cache.fit_pages(kv_format, groups, jnp.bfloat16, budget, demand)
     config = RunnerConfig(
         spec=spec,
         cache=kv_cache.cache_config(spec, pages, page_size, kv_format.own_tokens),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(args.batch),
+            max_num_seqs=most,
             max_model_len=longest,
             max_num_batched_tokens=512,
             max_chunk_context=kv_format.max_chunk_context(longest, page_size=page_size),
         ),
-        buckets=Buckets(decode=tuple(sorted(set(args.batch))), prefill=(512,)),
+        buckets=Buckets(decode=tuple(sorted(set(args.buckets or args.batch))), prefill=(512,)),
         dtype=jnp.bfloat16,
         sampled_vocab=spec.vocab_size,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
@@ -246,7 +255,8 @@ def time_decode(
     if any(row is None or row.token is None for row in last):
         raise RuntimeError(f"batch {batch}: logits are NaN, the times mean nothing")
     moved = step_bytes(config, params, batch, context)
-    kernels, temp = runner.describe_decode(batch)
+    bucket = next(each for each in config.buckets.decode if each >= batch)
+    kernels, temp = runner.describe_decode(bucket)
     return Timing(
         batch=batch,
         context=context,
@@ -280,8 +290,8 @@ def over_touched(
     return found
 
 
-def profile(runner: Runner, config: RunnerConfig, batch: int, context: int, steps: int) -> None:
-    plans = decode_plans(config, batch, context, steps + 4, 0.0)
+def profile(runner: Runner, config: RunnerConfig, batch: int, context: int) -> None:
+    plans = decode_plans(config, batch, context, PROFILED + 4, 0.0)
     profile_plans(runner, plans, f"batch {batch}, context {context}")
 
 

@@ -154,6 +154,15 @@ PROOFS = {
             ),
         ),
     ),
+    "experts-padding": Proof(
+        "decode steps of fewer rows than their bucket, over the floor of the experts of these rows",
+        2,
+        (
+            "scripts/bench_step.py --model qwen3-30b-a3b --quantization int4 --buckets 16,64"
+            " --batch 9,16,40,64 --steps 40 --temperature 1 --kv-gib 10"
+            " --out {out}/padded_qwen3_30b_a3b_int4.json",
+        ),
+    ),
     "recurrent": Proof(
         "recurrent layers of hybrid models: decode over the floor, prompts in both forms",
         4,

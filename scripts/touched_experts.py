@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.models import decoder, layer
@@ -24,7 +25,7 @@ def touched_experts(
     """For each run of steps, the number of experts per layer that any row uses: the mean over
     layers, and over all steps but the first `warm`.
 
-    Compiles its own programs, and allocates another KV cache. Rows are never padded.
+    Compiles its own programs, and allocates another KV cache.
     """
     counts: list[int] = []
     with mock.patch.object(layer, "routed_experts", counting(counts)):
@@ -45,14 +46,14 @@ def touched_experts(
 
 def counting(counts: list[int]) -> Callable[..., jax.Array]:
     """`routed_experts` that also appends, at run time, the number of experts that its tokens
-    use."""
+    use, except for padding."""
 
     def counted(
         x: jax.Array, scores: jax.Array, routing: Routing, *args: Any, bias: Any, **options: Any
     ) -> jax.Array:
-        ids, *_ = route(scores, routing, bias, target=options["target"])
-        ranked = ids.ravel().sort()
-        touched = 1 + (ranked[1:] != ranked[:-1]).sum()
+        ids, *_ = route(scores, routing, bias, options["active"], target=options["target"])
+        used = jnp.zeros(routing.num_experts, bool).at[ids.ravel()].set(True, mode="drop")
+        touched = used.sum()
         jax.debug.callback(lambda count: counts.append(int(count)), touched)
         return routed_experts(x, scores, routing, *args, bias=bias, **options)
 

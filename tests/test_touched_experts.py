@@ -27,8 +27,9 @@ SPEC = tiny_spec(
 
 @pytest.mark.slow
 def test_experts_of_rows_are_counted_as_they_run() -> None:
-    """Greedy rows are alike in an empty cache; with a temperature each has experts of its own."""
-    config = make_config(spec=SPEC, decode=(4,), prefill=(8,))
+    """Greedy rows are alike in an empty cache; with a temperature each has experts of its own.
+    Padding has none."""
+    config = make_config(spec=SPEC, decode=(8,), max_num_seqs=8, prefill=(8,))
     runs = [decode_plans(config, 4, 4, WARM + 2, temperature) for temperature in (0.0, 1.0)]
     alike, differing = touched_experts(config, make_params(SPEC), runs, WARM)
     assert alike == K
