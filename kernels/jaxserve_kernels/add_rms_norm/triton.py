@@ -21,18 +21,21 @@ _ALONE = 64
 """Up to this many tokens, a program has a multiprocessor for itself. More warps then have more of
 the parts in flight at a time."""
 
+_HELD = 80
+"""The most elements of the parts that a thread has registers for."""
+
 
 @triton.jit
 def add_and_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-    stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
+    embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stores the program's row plus its updates. Returns the sum and its norm, in x's dtype.
 
-    The parts of an update are `stride` apart. It is a constant because the compiler otherwise
-    cannot tell that they are aligned, and loads elements one by one. ALONE: no other program reads
-    the row (see `triton_loads`).
+    The distance of an update's parts is a multiple of a constant. Otherwise the compiler could not
+    tell that they are aligned, and would load elements one by one. AT_ONCE: load all parts before
+    any is added (see `triton_loads`).
     """
     row = tl.program_id(0).to(tl.int64) * embed
     column = tl.arange(0, BLOCK)
@@ -43,11 +46,11 @@ def add_and_norm(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + row + column, mask=mask, other=0.0, volatile=ALONE)
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0, volatile=AT_ONCE)
     found = ()
     for part in tl.static_range(parts):
-        at = update_ptr + part * stride + row + column
-        found = found + (tl.load(at, mask=mask, other=0.0, volatile=ALONE),)  # noqa: RUF005
+        at = update_ptr + part * tl.num_programs(0) * embed + row + column
+        found = found + (tl.load(at, mask=mask, other=0.0, volatile=AT_ONCE),)  # noqa: RUF005
     normed = tl.zeros_like(x)
     if all_loaded(2):
         update = tl.zeros([BLOCK], tl.float32)
@@ -70,12 +73,12 @@ def add_and_norm(
 @triton.jit
 def _add_rms_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
-    stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+    embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        stride, embed, eps, parts, BIAS, BLOCK, True, EARLY,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY,
     )  # fmt: skip
     column = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * embed + column
@@ -85,12 +88,13 @@ def _add_rms_norm(
 @triton.jit
 def _quantizing(
     x_ptr, update_ptr, weight_ptr, bias_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
-    stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
+    embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
+    ORDER: tl.constexpr,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        stride, embed, eps, parts, BIAS, BLOCK, True, False,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, False,
     ).to(tl.float32)  # fmt: skip
     store_quantized(
         normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
@@ -112,11 +116,13 @@ def add_rms_norm(
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     block = triton.next_power_of_2(embed)
     few = max(4, min(16, block // 128))
+    warps = few if tokens <= _ALONE else 8 if embed > 2048 else 4
     launch: dict[str, Any] = {
         "grid": (tokens,),
-        "num_warps": few if tokens <= _ALONE else 8 if embed > 2048 else 4,
-        "stride": tokens * embed, "embed": embed, "eps": eps, "parts": update.shape[0],
+        "num_warps": warps,
+        "embed": embed, "eps": eps, "parts": update.shape[0],
         "BIAS": bias is not None, "BLOCK": block,
+        "AT_ONCE": update.shape[0] * block <= _HELD * 32 * warps,
     }  # fmt: skip
     inputs = x, update, weight, weight if bias is None else bias
     if form is None:

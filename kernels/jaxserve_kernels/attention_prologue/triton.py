@@ -19,11 +19,11 @@ _ELEMENTS = 1024
 
 
 @triton.jit
-def _load(x_ptr, bias_ptr, at, stride: tl.constexpr, parts: tl.constexpr):
+def _load(x_ptr, bias_ptr, at, width: tl.constexpr, parts: tl.constexpr):
     """The parts of elements `at` of a token's projection, and their bias: see `_sum`."""
     found = ()
     for part in tl.static_range(parts):
-        found = found + (tl.load(x_ptr + part * stride + at),)  # noqa: RUF005
+        found = found + (tl.load(x_ptr + part * tl.num_programs(0) * width + at),)  # noqa: RUF005
     if bias_ptr is not None:
         found = found + (tl.load(bias_ptr + at),)  # noqa: RUF005
     return found
@@ -50,7 +50,7 @@ def _weighted(x, scale, weight):
 @triton.jit
 def _prologue(
     x_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, out_ptr, gate_ptr,
-    stride: tl.constexpr, parts: tl.constexpr, width: tl.constexpr, q_heads: tl.constexpr,
+    parts: tl.constexpr, width: tl.constexpr, q_heads: tl.constexpr,
     kv_heads: tl.constexpr, half: tl.constexpr, eps: tl.constexpr, GATED: tl.constexpr,
     DIM: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
@@ -75,8 +75,8 @@ def _prologue(
     first = head * ((1 + GATED) * DIM) if head < q_heads else (head + GATED * q_heads) * DIM
     if head >= made:
         first = (head - made) * (2 * DIM) + DIM
-    found = _load(x_ptr + token * width, bias_ptr, first + dim, stride, parts)
-    found_others = _load(x_ptr + token * width, bias_ptr, first + other, stride, parts)
+    found = _load(x_ptr + token * width, bias_ptr, first + dim, width, parts)
+    found_others = _load(x_ptr + token * width, bias_ptr, first + other, width, parts)
     if head >= made:
         tl.store(gate_ptr + (token * q_heads + head - made) * DIM + dim, _sum(found, dtype))
     else:
@@ -134,7 +134,7 @@ def attention_prologue(
         ),
         grid=(tokens, made + heads.gated * heads.q_heads),
         num_warps=1,
-        stride=tokens * width, parts=parts, width=width, q_heads=heads.q_heads,
+        parts=parts, width=width, q_heads=heads.q_heads,
         kv_heads=heads.kv_heads, half=tables[0].shape[-1], eps=eps, GATED=int(heads.gated),
         DIM=heads.head_dim,
     )  # fmt: skip

@@ -20,7 +20,7 @@ CHANNELS, _TOKENS = 256, 4
 
 
 @triton.jit
-def _sum(x_ptr, at, mask, stride: tl.constexpr, parts: tl.constexpr, dtype: tl.constexpr):
+def _sum(x_ptr, at, mask, stride, parts: tl.constexpr, dtype: tl.constexpr):
     """The sum over the parts of the convolution's inputs, rounded to `dtype`; 0 where masked."""
     total = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):
@@ -31,8 +31,8 @@ def _sum(x_ptr, at, mask, stride: tl.constexpr, parts: tl.constexpr, dtype: tl.c
 @triton.jit
 def convolve_row(
     x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr, row, block,
-    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
+    slots, tokens, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Convolves one block of channels of a row of one token, and updates the row's state."""
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
@@ -53,7 +53,7 @@ def convolve_row(
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    x = _sum(x_ptr, row * columns + channel, within, stride, parts, dtype)
+    x = _sum(x_ptr, row * columns + channel, within, tokens * columns, parts, dtype)
     total += x.to(tl.float32) * weight
     out = total / (1.0 + tl.exp(-total))
     tl.store(out_ptr + row * channels + channel, out.to(dtype), mask=within)
@@ -65,13 +65,13 @@ def convolve_row(
 @triton.jit
 def _decode(
     x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
-    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
+    slots, tokens, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Convolves rows of one token each. The program that reads a row's state also updates it."""
     convolve_row(
         x_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer, out_ptr,
-        tl.program_id(0).to(tl.int64), tl.program_id(1), slots, stride, columns, parts, channels,
+        tl.program_id(0).to(tl.int64), tl.program_id(1), slots, tokens, columns, parts, channels,
         KEPT, CHANNELS, EARLY,
     )  # fmt: skip
 
@@ -79,9 +79,8 @@ def _decode(
 @triton.jit
 def _convolve(
     x_ptr, weight_ptr, slot_ptr, position_ptr, offset_ptr, state_ptr, layer, out_ptr,
-    slots: tl.constexpr, stride: tl.constexpr, tokens: tl.constexpr, columns: tl.constexpr,
-    parts: tl.constexpr, channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    slots, tokens, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Convolves some tokens of a step. offset_ptr has each token's offset in its row."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -97,7 +96,7 @@ def _convolve(
     for back in tl.static_range(KEPT + 1):
         inside = offset >= back
         at = (token - back)[:, None] * columns + channel[None, :]
-        found = _sum(x_ptr, at, within & inside[:, None], stride, parts, dtype)
+        found = _sum(x_ptr, at, within & inside[:, None], tokens * columns, parts, dtype)
         place = tl.where(inside, 0, KEPT - back + offset)
         at = (of_slot + place)[:, None] * channels + channel[None, :]
         earlier = within & (goes_on & (offset < back))[:, None]
@@ -112,8 +111,8 @@ def _convolve(
 @triton.jit
 def _keep(
     x_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer,
-    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
+    slots, tokens, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
+    KEPT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Stores the last inputs of a row as its slot's state. A short row keeps some older inputs."""
     row = tl.program_id(0)
@@ -129,7 +128,7 @@ def _keep(
     for place in tl.static_range(KEPT):
         of_row = length >= KEPT - place
         at = (last + place) * columns + channel
-        new = _sum(x_ptr, at, real & of_row, stride, parts, dtype)
+        new = _sum(x_ptr, at, real & of_row, tokens * columns, parts, dtype)
         source = tl.where(of_row, 0, length + place)
         old = tl.load(state + source * channels, mask=goes_on & (length < KEPT - place), other=0.0)
         tl.store(state + place * channels, new + old, mask=real)
@@ -177,7 +176,7 @@ def sizes(projected: Array, state: Array | jax.Ref, target: Target) -> dict[str,
     """Launch constants of all kernels of the convolution."""
     parts, tokens, columns = projected.shape
     return {
-        "slots": state.shape[1], "stride": tokens * columns, "columns": columns, "parts": parts,
+        "slots": state.shape[1], "tokens": tokens, "columns": columns, "parts": parts,
         "channels": state.shape[3], "KEPT": state.shape[2], "CHANNELS": CHANNELS, "num_warps": 4,
         "target": target,
     }  # fmt: skip
@@ -194,7 +193,7 @@ def _outputs(
         name="causal_conv",
         out_type=jax.ShapeDtypeStruct((tokens, channels), state.dtype),
         grid=(triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, CHANNELS)),
-        tokens=tokens, TOKENS=_TOKENS,
+        TOKENS=_TOKENS,
         **sizes(projected, state, target),
     )  # fmt: skip
 

@@ -57,9 +57,9 @@ def _multiply(
 def _conv_and_gates(
     projected_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, x_ptr, w_ptr, state_ptr, layer,
     out_ptr, gates_ptr,
-    slots: tl.constexpr, stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    slots, tokens: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
     channels: tl.constexpr, KEPT: tl.constexpr, CHANNELS: tl.constexpr,
-    tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, PROGRAMS: tl.constexpr,
+    n: tl.constexpr, k: tl.constexpr, PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _conv_and_gates(
         convolve_row(
             projected_ptr, weight_ptr, length_ptr, slot_ptr, position_ptr, state_ptr, layer,
             out_ptr, ((program - PROGRAMS) // blocks).to(tl.int64), (program - PROGRAMS) % blocks,
-            slots, stride, columns, parts, channels, KEPT, CHANNELS, EARLY,
+            slots, tokens, columns, parts, channels, KEPT, CHANNELS, EARLY,
         )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def conv_and_gates(
             jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
         ),
         grid=(programs + tokens * triton.cdiv(channels, CHANNELS),),
-        tokens=tokens, n=n, k=k, PROGRAMS=programs, ROWS=ROWS, TOKENS=_TOKENS, DEPTH=DEPTH,
+        n=n, k=k, PROGRAMS=programs, ROWS=ROWS, TOKENS=_TOKENS, DEPTH=DEPTH,
         STEPS=config.steps, SPLITS=config.splits,
         **sizes(projected, state, target),
     )  # fmt: skip

@@ -67,18 +67,10 @@ def experts(
     return _EXPERTS(x, ids, weights, w, order, activation=activation, target=target)
 
 
-def _kernel_routes(
-    _: None,
-    logits: Array,
-    bias: Array | None,
-    active: Array | None,
-    *,
-    routing: Routing,
-    target: Target,
-) -> Routes:
+def _kernel_routes(_: None, *args: Any, **options: Any) -> Routes:
     from jaxserve_kernels.experts import triton_route  # needs Triton: only for GPUs
 
-    return triton_route.route(logits, routing, bias, active, target=target)
+    return triton_route.route(*args, **options)
 
 
 def _definition_routes(

@@ -158,10 +158,10 @@ def _order(
 
 def route(
     logits: Array,
-    routing: Routing,
     bias: Array | None,
-    active: Array | None = None,
+    active: Array | None,
     *,
+    routing: Routing,
     target: Target,
 ) -> Routes:
     """See `reference.route`. With few tokens the result has the pairs' order, too."""

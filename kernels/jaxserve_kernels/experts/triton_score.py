@@ -21,7 +21,7 @@ from jaxserve_kernels.triton_call import triton_call
 @triton.jit
 def _norm_and_score(
     x_ptr, update_ptr, weight_ptr, bias_ptr, w_ptr, total_ptr, out_ptr, scores_ptr,
-    n: tl.constexpr, stride: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr,
+    n: tl.constexpr, embed: tl.constexpr, eps: tl.constexpr,
     parts: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def _norm_and_score(
     first = tl.program_id(1) == 0
     token = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        stride, embed, eps, parts, BIAS, BLOCK, False, EARLY,
+        embed, eps, parts, BIAS, BLOCK, False, EARLY,
     )  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     tl.store(out_ptr + at * embed + column, token, mask=(column < embed) & first)
@@ -66,6 +66,6 @@ def norm_and_score(
         out_type=(row, row, jax.ShapeDtypeStruct((1, tokens, n), jnp.float32)),
         grid=(tokens, launch.programs // tokens),
         num_warps=launch.num_warps,
-        n=n, stride=tokens * embed, embed=embed, eps=eps, parts=update.shape[0],
+        n=n, embed=embed, eps=eps, parts=update.shape[0],
         BIAS=bias is not None, BLOCK=block, ROWS=launch.rows,
     )  # fmt: skip

@@ -41,8 +41,8 @@ _WARPS = 4
 
 @gluon.jit
 def _load(
-    token, qkv_ptr, gates_ptr, head, column,
-    stride: gl.constexpr, parts: gl.constexpr, key_heads: gl.constexpr, value_heads: gl.constexpr,
+    token, tokens, qkv_ptr, gates_ptr, head, column,
+    parts: gl.constexpr, key_heads: gl.constexpr, value_heads: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """A token's q and k [2, KEY], its v, and the parts of its two gates. Each warp loads all of
@@ -56,7 +56,7 @@ def _load(
     qk = gl.load(source + of_key)
     v = gl.load(source + 2 * key_heads * KEY + head * VALUE + column, volatile=True)
     part = gl.arange(0, PARTS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    gates = gates_ptr + part * stride + token * (2 * value_heads) + head
+    gates = gates_ptr + (part * tokens + token) * (2 * value_heads) + head
     a = gl.load(gates, mask=part < parts, other=0.0)
     b = gl.load(gates + value_heads, mask=part < parts, other=0.0)
     return qk, v, a, b
@@ -94,7 +94,7 @@ def _advance(state, loaded, out_ptr, decay, bias, scale: gl.constexpr):
 def _rule_kernel(
     qkv_ptr, gates_ptr, a_log_ptr, bias_ptr,
     first_ptr, length_ptr, slot_ptr, position_ptr, blocked_ptr, state_ptr, layer, out_ptr,
-    slots: gl.constexpr, stride: gl.constexpr, parts: gl.constexpr,
+    slots, tokens, parts: gl.constexpr,
     key_heads: gl.constexpr, value_heads: gl.constexpr, scale: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
     WARPS: gl.constexpr, WRITES: gl.constexpr, SINGLE: gl.constexpr,
@@ -131,8 +131,8 @@ def _rule_kernel(
         gdc_wait()
     if SINGLE:
         loaded = _load(
-            row, qkv_ptr, gates_ptr, head, column,
-            stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
+            row, tokens, qkv_ptr, gates_ptr, head, column,
+            parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
         )  # fmt: skip
         out = out_ptr + (row * value_heads + head) * VALUE + column
         if length > begin:  # v is loaded before this branch: see `triton_loads`
@@ -144,8 +144,8 @@ def _rule_kernel(
         first = gl.load(first_ptr + row).to(gl.int64)
         for token in range(first + begin, first + length):
             loaded = _load(
-                token, qkv_ptr, gates_ptr, head, column,
-                stride, parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
+                token, tokens, qkv_ptr, gates_ptr, head, column,
+                parts, key_heads, value_heads, KEY, VALUE, PARTS, WARPS,
             )  # fmt: skip
             out = out_ptr
             if out_ptr is not None:
@@ -158,8 +158,8 @@ def _rule_kernel(
 @triton.jit
 def _norm(
     x_ptr, z_ptr, weight_ptr, out_ptr,
-    stride: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, heads: tl.constexpr,
-    eps: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr = False,
+    columns: tl.constexpr, parts: tl.constexpr, heads: tl.constexpr, eps: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, DIM)
@@ -172,7 +172,7 @@ def _norm(
     x = tl.load(x_ptr + token * (heads * DIM) + at, volatile=True)
     found = ()
     for part in tl.static_range(parts):
-        own = z_ptr + part * stride + (token + 1) * columns - heads * DIM + at
+        own = z_ptr + (part * tl.num_programs(0) + token + 1) * columns - heads * DIM + at
         found = found + (tl.load(own, volatile=True),)  # noqa: RUF005
     if all_loaded(2):
         z = tl.zeros([HEADS, DIM], tl.float32)
@@ -294,7 +294,7 @@ def _rule(
         out_type=out_type,
         grid=(heads.values // columns, rows),
         num_warps=_WARPS,
-        slots=state.shape[1], stride=gates[0].size, parts=gates.shape[0],
+        slots=state.shape[1], tokens=qkv.shape[0], parts=gates.shape[0],
         PARTS=triton.next_power_of_2(gates.shape[0]), WARPS=_WARPS,
         key_heads=heads.key_heads, value_heads=heads.value_heads, scale=heads.key_dim**-0.5,
         KEY=heads.key_dim, VALUE=heads.value_dim, COLUMNS=columns,
@@ -317,6 +317,6 @@ def _normed(
         out_type=jax.ShapeDtypeStruct((count, heads * dim), out.dtype),
         grid=(count, heads // at_once),
         num_warps=4,
-        stride=tokens.projected[0].size, columns=columns, parts=parts, heads=heads,
+        columns=columns, parts=parts, heads=heads,
         eps=config.eps, HEADS=at_once, DIM=dim,
     )  # fmt: skip
