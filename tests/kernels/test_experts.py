@@ -211,6 +211,32 @@ def test_few_tokens_in_a_chain(name: str, tokens: int, shared: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("name", "tokens"), [
+    ("int4", 5), ("mxfp4", 5), ("fp8", 20), ("bf16", 9), ("bf16", 1600), ("int4", 1600),
+])  # fmt: skip
+def test_padding_changes_no_other_token(name: str, tokens: int) -> None:
+    """In a chain, and by the kernel for many tokens; padding's inputs are no numbers."""
+    x, *_, w = made(tokens, (16, 4, 384, 256), FORMATS[name], dtype=jnp.bfloat16)
+    scores = jax.random.normal(jax.random.key(2), (1, tokens, 16))
+    used = tokens * 3 // 5
+    active = (jnp.arange(tokens) < used).astype(jnp.int32)
+
+    def call(x: Any, scores: Any, w: Any, active: Any, *, target: Target) -> Any:
+        routing = Routing(num_experts=16, top_k=4)
+        return routed_experts(x, scores, routing, w, active=active, target=target)
+
+    def launch(*args: Any) -> Any:
+        target = Target.here()
+        return call(*args, target=target) if tokens > 64 else pdl.call(call, *args, target=target)
+
+    found = jax.jit(launch)(x.at[used:].set(jnp.nan), scores, w, active)
+    alone = x[:used], scores[:, :used], w, None
+    expected = np.asarray(call(*alone, target=REFERENCE)[0], np.float64)
+    difference = np.linalg.norm(np.asarray(found[:, :used], np.float64).sum(0) - expected)
+    assert difference < 8e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize(("embed", "rows"), [(2048, 257), (2880, 32)])
 def test_the_norm_and_the_scores_of_few_tokens(tokens: int, embed: int, rows: int) -> None:
