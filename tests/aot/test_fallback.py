@@ -95,7 +95,7 @@ def test_an_operation_whose_kernel_fails_is_left_to_xla_and_others_are_not(
 
 
 def test_the_metrics_name_the_operation(refuse: Callable[[str], None]) -> None:
-    refuse("_kernel")
+    refuse("_add_rms_norm")
     assert kernels(norm, ROWS, ROWS, WEIGHT) == []
     metrics = Metrics("model")
     fast_paths.report(metrics, Target.for_gpu(A100))
@@ -122,7 +122,7 @@ def test_what_the_assembler_refuses_is_not_left_to_jaxlib(
         raise ptxas.Refused("ptxas refuses a kernel")
 
     monkeypatch.setattr(ptxas, "assemble", refused)
-    monkeypatch.setattr("jaxserve_kernels.add_rms_norm.triton._kernel._jT_kernel_cache", {})
+    monkeypatch.setattr("jaxserve_kernels.add_rms_norm.triton._add_rms_norm._jT_kernel_cache", {})
     assert kernels(norm, ROWS, ROWS, WEIGHT) == []
     assert "Refused: ptxas refuses a kernel" in caplog.text
 

@@ -98,7 +98,7 @@ def test_every_program_brings_the_code_itself() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve_kernels.add_rms_norm.triton._kernel._jT_kernel_cache", {})
+    monkeypatch.setattr("jaxserve_kernels.add_rms_norm.triton._add_rms_norm._jT_kernel_cache", {})
 
 
 @pytest.mark.usefixtures("uncompiled")
