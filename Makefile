@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 KUBE := build/kube/kubectl
 OLDER_TRITON := $(COMPILER)/triton-3.6
 OLDER_TRITON_TESTS := imports kernel_records hopper_attention hopper_product streaming_attention \
-  expert_launches few_expert_launches recurrent_kernels hopper_blocks
+  expert_launches few_expert_launches recurrent_kernels hopper_blocks loads_first
 COMPILE_PIP := $(COMPILER)/bin/python -m pip install --quiet --disable-pip-version-check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # The tested versions; CONSTRAINTS= takes the newest that the ranges in pyproject.toml allow.
