@@ -45,7 +45,7 @@ _NOT_OF_KERNELS = frozenset({
     *("q_norm_ptr", "k_norm_ptr", "bias_ptr", "cos_ptr", "sin_ptr"),
     *("first_ptr", "length_ptr", "slot_ptr", "position_ptr", "page_ptr", "offset_ptr", "table_ptr"),
     *("kv_ptr", "scales_ptr", "key_words_ptr", "value_words_ptr", "raw_ptr"),
-    *("state_ptr", "a_log_ptr", "router_bias_ptr", "sinks_ptr"),
+    *("state_ptr", "a_log_ptr", "router_bias_ptr", "sinks_ptr", "active_ptr"),
 })  # fmt: skip
 """Arguments that no kernel of a PDL call writes: weights, the plan of the step, and pages and
 recurrent state, of which a kernel reads those of its layer that earlier steps have written."""

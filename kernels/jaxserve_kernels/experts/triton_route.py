@@ -95,6 +95,10 @@ def _route(
     lane = gl.arange(0, EXPERTS, gl.SliceLayout(0, layout))[None, :]
     token, lane = gl.broadcast(token, lane)
     there = (lane < experts) & (token < tokens)
+    own: gl.constexpr = gl.BlockedLayout([1, CHOICES], [1, 32], [WARPS, 1], [1, 0])
+    row = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, own))[:, None]
+    if active_ptr is not None:
+        active = gl.load(active_ptr + row, mask=row < tokens, other=0) != 0
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -107,13 +111,10 @@ def _route(
     logits = gl.where(there & (logits == logits), logits + 0.0, float("-inf"))  # -0.0 is 0.0
     keys = gl.where(there, key_of(logits), REMOVED)
     ids, weights = _best(logits, lane, keys, K, CHOICES, SIGMOID, NORMALIZE, WARPS)
-    own: gl.constexpr = ids.type.layout
-    row = gl.program_id(0) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, own))[:, None]
     choice = gl.arange(0, CHOICES, gl.SliceLayout(0, own))[None, :]
     pair = row * K + choice
     there = (row < tokens) & (choice < K)
     if active_ptr is not None:
-        active = gl.load(active_ptr + row, mask=row < tokens, other=0) != 0
         active, _ = gl.broadcast(active, ids)
         ids = gl.where(active, ids, experts)
         weights = gl.where(active, weights, 0.0)
