@@ -44,6 +44,8 @@ OFTEN = {("plain", "fp8_e4m3"), ("experts", "auto")}
 )
 def test_each_request_gets_the_tokens_it_would_get_alone(heads: str, kv_format: KVFormat) -> None:
     config = replace(CONFIG, spec=SPECS[heads], kv_format=kv_format, buckets=FEW_BUCKETS)
-    found = play_workloads(Served(make_runner(config), kv_format), examples=15)
+    # With pages of KVarN's groups the first 15 workloads preempt nothing.
+    examples = 15 if (heads, kv_format.name) in OFTEN else 25
+    found = play_workloads(Served(make_runner(config), kv_format), examples)
     assert found.preemptions and found.hit_tokens
     assert found.different <= MOST_DIFFERENT * found.requests, found
