@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draft_head")
     flags = ("--out", str(folder), "--steps", "320", "--rows", "256")
     command = [sys.executable, "-m", "lab.embedded.draft_head", *flags]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    environment = {**os.environ, "JAX_NUMPY_DTYPE_PROMOTION": "standard"}  # optax needs it
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
     return folder
 
 
