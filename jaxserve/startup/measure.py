@@ -165,7 +165,9 @@ def measure(runner: Runner, config: RunnerConfig) -> StepTimes:
     return StepTimes(
         decode=decode,
         mixed=mixed,
-        verify={shape: seconds.of_verify(*shape, context) for shape in config.buckets.verify},
+        verify=no_slower(
+            {shape: seconds.of_verify(*shape, context) for shape in config.buckets.verify}
+        ),
         decode_context=_slope(deep - decode[most], most * context),
         mixed_row=mixed_row,
         mixed_context=mixed_context,
@@ -200,6 +202,17 @@ def _increasing(times: dict[int, float]) -> dict[int, float]:
     """Removes noise from times: no bucket is slower than a larger one."""
     sizes = sorted(times)
     return {size: min(times[s] for s in sizes if s >= size) for size in sizes}
+
+
+def no_slower(times: dict[tuple[int, int], VerifyTime]) -> dict[tuple[int, int], VerifyTime]:
+    """Removes noise from times: no verify bucket is slower than one with at least as many rows and
+    positions. What seems too slow is never run, so serving would not correct it."""
+
+    def bound(shape: tuple[int, int]) -> float:
+        rows, positions = shape
+        return min(own.seconds for (r, p), own in times.items() if r >= rows and p >= positions)
+
+    return {shape: own._replace(seconds=bound(shape)) for shape, own in times.items()}
 
 
 class _Stopwatch:
