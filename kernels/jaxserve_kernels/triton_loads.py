@@ -2,7 +2,7 @@
 
 ptxas moves a load behind arithmetic that needs an earlier one, so a kernel that reads eight arrays
 waits for the L2 cache two or three times. Volatile loads stay before a branch: a kernel reads with
-`volatile=True`, and computes in `if all_loaded(...)`. Where several programs read the same lines,
+`volatile=True`, and computes in `if all_loaded()`. Where several programs read the same lines,
 volatile loads are slower than others: see lab/logs/decode.md.
 """
 
@@ -13,6 +13,6 @@ import triton.language as tl
 
 
 @triton.jit
-def all_loaded(axis: tl.constexpr):
-    """True, which the compilers do not know. axis: a dimension that the grid does not have."""
-    return tl.program_id(axis) == 0
+def all_loaded():
+    """True, which the compilers do not know. For grids of at most two dimensions."""
+    return tl.program_id(2) == 0

@@ -52,7 +52,7 @@ def add_and_norm(
         at = update_ptr + part * tl.num_programs(0) * embed + row + column
         found = found + (tl.load(at, mask=mask, other=0.0, volatile=AT_ONCE),)  # noqa: RUF005
     normed = tl.zeros_like(x)
-    if all_loaded(2):
+    if all_loaded():
         update = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(parts):
             update += found[part]

@@ -174,7 +174,7 @@ def _norm(
     for part in tl.static_range(parts):
         own = z_ptr + (part * tl.num_programs(0) + token + 1) * columns - heads * DIM + at
         found = found + (tl.load(own, volatile=True),)  # noqa: RUF005
-    if all_loaded(2):
+    if all_loaded():
         z = tl.zeros([HEADS, DIM], tl.float32)
         for part in tl.static_range(parts):
             z += found[part]
