@@ -16,7 +16,7 @@ from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.attention_prologue import gate_heads
+from jaxserve_kernels.attention_prologue import gated_attention
 from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 from jaxserve_kernels.matmul import (
@@ -113,23 +113,19 @@ def mix(
         return mixed, (*kv[:group], cache)
     assert layer.qkv is not None
     qkv = linear(normed, layer.qkv, target=target)
-    heads, gate = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks), None
+    call = attend
     if attention_prologue.is_needed(spec):
-        own = attention_prologue.prologue(qkv, heads, tables, spec, dtype=dtype, target=target)
-        (qkv, tables, gate), heads = own, HeadWeights(sinks=layer.sinks)
-    attention_out, cache = attend(
-        *(qkv, cache, place.layer, heads, tables, tokens.places[group]),
+        call = functools.partial(gated_attention, heads=attention_prologue.heads_of(spec))
+    weights = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks)
+    attention_out, cache = call(
+        *(qkv, cache, place.layer, weights, tables, tokens.places[group]),
         eps=spec.norm_eps,
         tile_size=tile_size,
         dtype=dtype,
         window=spec.cache_groups[group].window,
         target=target,
     )
-    kv = (*kv[:group], cache, *kv[group + 1 :])
-    attention_out = attention_out.reshape(normed.shape[0], -1)
-    if gate is not None:
-        attention_out = gate_heads(attention_out, gate, target=target)
-    return attention_out, kv
+    return attention_out.reshape(normed.shape[0], -1), (*kv[:group], cache, *kv[group + 1 :])
 
 
 def feed_forward(

@@ -17,25 +17,38 @@ from jaxserve_kernels.target import Target
 from tests.aot.ptx import compile_kernel, ptxas_report
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
+QWEN3 = {"q_heads": 32, "kv_heads": 8, "HALF": 64, "GATED": 0, "DIM": 128, "KEYS": 64}
+QWEN3_5 = {"q_heads": 24, "kv_heads": 4, "HALF": 32, "GATED": 1, "DIM": 256, "KEYS": 32}
 
-@pytest.mark.parametrize(("qkv", "splits", "stages"), [("*fp32", 8, 2), ("*bf16", 1, 3)])
+
+@pytest.mark.parametrize(
+    ("heads", "qkv", "splits", "stages", "registers"),
+    [
+        (QWEN3, "*fp32", 8, 2, 168),  # three programs for each multiprocessor
+        (QWEN3, "*bf16", 1, 3, 168),
+        (QWEN3_5, "*fp32", 32, 2, 255),  # two
+        (QWEN3_5, "*fp32", 1, 3, 255),
+    ],
+    ids=["8_splits", "1_split", "256_32_splits", "256_1_split"],
+)
 def test_past_keys_and_values_are_asked_for_before_the_kernels_before_it_end(
-    qkv: str, splits: int, stages: int, tmp_path: Path
+    heads: dict[str, int], qkv: str, splits: int, stages: int, registers: int, tmp_path: Path
 ) -> None:
-    """For Qwen3-4B's heads. A thread copies 16 bytes of eight rows of a page's keys, and as many
-    of its values; ACQBULK is the wait."""
+    """For the heads of Qwen3-4B and of Qwen3.5 27B. A thread copies 16 bytes of eight rows of a
+    block's keys, and as many of its values; ACQBULK is the wait."""
     from jaxserve_kernels.paged_attention.triton_streaming import _attend
 
-    bf16, fp32 = ("kv", "q_norm", "k_norm", "out"), ("cos", "sin", "part", "peak", "weight")
-    types = {f"{name}_ptr": "*bf16" for name in bf16} | {f"{name}_ptr": "*fp32" for name in fp32}
-    constants: dict[str, Any] = {
-        "stride": 6144, "table_stride": 640, "parts": 4, "eps": 1e-6, "scale": 0.1, "q_heads": 32,
-        "kv_heads": 8, "ROWS": 16, "DIM": 128, "PAGE": 64, "SPLITS": splits, "MIN_BLOCKS": 1,
-        "STAGES": stages, "WINDOW": 0, "EARLY": True, "bias_ptr": None,
+    fp32 = ("cos", "sin", "part", "peak", "weight")
+    types = {f"{name}_ptr": "*fp32" for name in fp32} | {"kv_ptr": "*bf16", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("q_norm_ptr", "k_norm_ptr"), "*fp32" if heads["GATED"] else "*bf16")
+    constants: dict[str, Any] = heads | {
+        "stride": 6144, "table_stride": 640, "parts": 4, "eps": 1e-6, "scale": 0.1, "ROWS": 16,
+        "PAGE": 64, "SPLITS": splits, "MIN_BLOCKS": 1, "STAGES": stages, "WINDOW": 0,
+        "EARLY": True, "bias_ptr": None, "sinks_ptr": None,
     }  # fmt: skip
     kernel = compile_kernel(_attend, types | {"qkv_ptr": qkv, "first_page": "i32"}, constants)
-    assert _registers(kernel, tmp_path) <= 168  # three programs for each multiprocessor
-    assert kernel.metadata.shared <= 34 * 1024 * stages + 4 * 1024
+    assert _registers(kernel, tmp_path) <= registers
+    assert kernel.metadata.shared <= 34 * 1024 * stages + 8 * 1024
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))) == 16 * stages
 
 

@@ -20,7 +20,8 @@ from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import REFERENCE, Implementation, Target
 from tests.kernels.attention_inputs import AttentionSpec, Chunk, Heads, apart, make_inputs
 from tests.kernels.attention_specs import HOPPER_SPECS, MODEL_SPECS, SMALL_SPECS
-from tests.kernels.kv_steps import HEADS, head_weights
+from tests.kernels.gated_steps import CASES, Case, attended, inputs_of
+from tests.kernels.kv_steps import HEADS, LAYER, head_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -257,6 +258,18 @@ def test_attention_with_pdl_equals_its_reference(
     kv, expected_kv = (np.asarray(x[inputs.layer, 1:], np.float32) for x in (kv, expected_kv))
     np.testing.assert_array_equal(np.isnan(kv), np.isnan(expected_kv))
     assert relative_error(np.nan_to_num(kv), np.nan_to_num(expected_kv)) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gated_attention_with_pdl_equals_its_reference(case: Case) -> None:
+    inputs, used = inputs_of(case), len(case.starts)
+    call = functools.partial(attended, case)
+    program = jax.jit(lambda *arrays: pdl.call(call, *arrays, target=Target.here()))
+    out, kv = program(*inputs)
+    assert "attention_prologue" not in str(jax.make_jaxpr(program)(*inputs))
+    expected, expected_kv = jax.jit(lambda *arrays: call(*arrays, target=REFERENCE))(*inputs)
+    assert relative_error(out[:used], expected[:used]) < TOLERANCE["bfloat16"]
+    assert relative_error(kv[LAYER, 1:], expected_kv[LAYER, 1:]) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("tokens", [17, 64, 100, 256, 1000, 2048])

@@ -22,7 +22,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
-from jaxserve.models import attention_prologue, decoder
+from jaxserve.models import decoder
+from jaxserve.models.attention_prologue import heads_of
 from jaxserve.models.drafts.places import only_cache
 from jaxserve.models.drafts.spec import MtpDraft
 from jaxserve.models.layer import Norm, StepTokens, decoder_layer
@@ -30,6 +31,7 @@ from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
+from jaxserve_kernels.attention_prologue import attention_prologue, no_rotation
 from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
@@ -71,11 +73,12 @@ def store(
     x, normed = _inputs(params, draft, embedding, tokens.ids, state, target=target)
     (tables,) = step_tables(body, tokens.positions)
     with jax.named_scope("draft_entries"):
-        qkv, tables, _ = attention_prologue.prologue(
+        qkv, _ = attention_prologue(
             linear(normed, layer.qkv, target=target),
             HeadWeights(layer.q_norm, layer.k_norm),
             tables,
-            body,
+            heads=heads_of(body),
+            eps=body.norm_eps,
             dtype=x.dtype,
             target=target,
         )
@@ -84,7 +87,7 @@ def store(
             cache,
             0,
             HeadWeights(),
-            tables,
+            no_rotation(qkv.shape[1], body.attention.head_dim, target=target),
             KVSlots(places.pages, places.offsets),
             eps=body.norm_eps,
             dtype=x.dtype,

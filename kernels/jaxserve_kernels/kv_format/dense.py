@@ -74,7 +74,7 @@ def _streams(
     most = limits_of(target).most_streaming
     if tokens > most:
         return Refusal(f"more than {most} tokens")
-    if not triton_streaming.fits(qkv, kv, dtype):
+    if not triton_streaming.fits(kv, dtype, q_heads=qkv.shape[2] // head_dim - 2 * kv_heads):
         return Refusal("sizes of heads or pages are not supported")
     return choose(
         tiles=step.tiles.first.shape[0],

@@ -31,20 +31,21 @@ def first_block(position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _merge(
-    part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
+    part_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, gates_ptr, out_ptr,
     q_heads: tl.constexpr, kv_heads: tl.constexpr, tile_size: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr,
+    gate_parts: tl.constexpr = 0, stride: tl.constexpr = 0,
     WINDOW: tl.constexpr = 0, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Merges TAKEN elements of the splits of one query and head, if there are several splits. Tiles
-    have one token."""
+    have one token. `gates_ptr`: see `merged`; None for no gates."""
     tile = tl.program_id(0)
     q_head = tl.program_id(1)
     group: tl.constexpr = q_heads // kv_heads
     length = tl.minimum(tl.load(length_ptr + tile), tile_size)
     position = tl.load(position_ptr + tile)
-    q_row = tl.load(first_ptr + tile).to(tl.int64) * q_heads + q_head
+    token = tl.load(first_ptr + tile).to(tl.int64)
     blocks = tl.cdiv(position + length, KEYS) - first_block(position, KEYS, WINDOW)
     per_split = tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS)
     several = (per_split < blocks) & (length > 0)
@@ -61,11 +62,28 @@ def _merge(
     weights = tl.load(weight_ptr + part, mask=there, other=0.0, volatile=True)
     acc = part_ptr + part[:, None] * DIM + dim[None, :]
     acc = tl.load(acc, mask=there[:, None], other=0.0, volatile=True)
+    gates = ()
+    if gates_ptr is not None:
+        width: tl.constexpr = 2 * (q_heads + kv_heads) * DIM
+        gate = gates_ptr + token * width + (2 * q_head + 1) * DIM + dim
+        for index in tl.static_range(gate_parts):
+            gates = gates + (tl.load(gate + index * stride, volatile=True),)  # noqa: RUF005
     if several:
         shares = tl.exp2(peaks - tl.max(peaks, axis=0))
         weight = tl.sum(weights * shares, axis=0)
-        out = tl.sum(acc * shares[:, None], axis=0) / weight
-        tl.store(out_ptr + q_row * DIM + dim, out.to(out_ptr.dtype.element_ty))
+        out = (tl.sum(acc * shares[:, None], axis=0) / weight).to(out_ptr.dtype.element_ty)
+        if gates_ptr is not None:
+            out *= _sigmoid(gates, out.dtype)
+        tl.store(out_ptr + (token * q_heads + q_head) * DIM + dim, out)
+
+
+@triton.jit
+def _sigmoid(parts, dtype: tl.constexpr):
+    """The sigmoid of a sum of parts. Both are rounded to `dtype`."""
+    total = parts[0].to(tl.float32)
+    for index in tl.static_range(1, len(parts)):
+        total += parts[index].to(tl.float32)
+    return (1.0 / (1.0 + tl.exp(-total.to(dtype).to(tl.float32)))).to(dtype)
 
 
 @triton.jit
@@ -124,6 +142,7 @@ def merged(
     tile_size: int,
     keys: int,
     window: int | None,
+    gates: Array | None = None,
     target: Target,
 ) -> Array:
     """Stores the merged rows in `found` [tokens, q_heads, head_dim]: those whose context several
@@ -132,6 +151,8 @@ def merged(
     Args:
       parts: the splits' sums, peaks and weights: see `part_types`.
       keys: keys per block.
+      gates: a projection [parts, tokens, width] with a gate after each query head, for tiles of one
+        token: the merged rows are multiplied by the sigmoids of the gates.
     """
     if config.splits == 1:
         return found
@@ -144,10 +165,14 @@ def merged(
         "MIN_BLOCKS": config.min_blocks, "WIDTH": triton.next_power_of_2(splits),
         "WINDOW": window or 0,
     }  # fmt: skip
+    arrays: tuple[Array | None, ...] = (*parts, tiles.first, tiles.length, tiles.position)
     if tile_size == 1:
         kernel = _merge
         taken = constants["TAKEN"] = min(head_dim, _BY_A_WARP // constants["WIDTH"])
         grid = (num_tiles, q_heads, head_dim // taken)
+        arrays = (*arrays, gates)
+        if gates is not None:
+            constants |= {"gate_parts": gates.shape[0], "stride": gates[0].size}
     else:
         kernel = _merge_many
         taken = constants["TAKEN"] = max(1, min(rows, _MERGED // constants["WIDTH"]))
@@ -156,7 +181,7 @@ def merged(
         filled = min(num_tiles, triton.cdiv(found.shape[0], tile_size) + 1)
         grid = (filled, kv_heads, triton.cdiv(tile_size * (q_heads // kv_heads), taken))
     triton_call(
-        *parts, tiles.first, tiles.length, tiles.position, out,
+        *arrays, out,
         kernel=kernel,
         name="paged_attention_merge",
         target=target,

@@ -6,6 +6,9 @@ with pages, and then waits for earlier kernels. From the projection's partial su
 queries that share the KV head, the token's key and its value, so no kernel is needed between
 projection and attention. The split that contains the new key's page visits that key first, and
 writes the key and the value into the cache.
+
+With gates, RoPE on a part of each head or float32 norm weights, it does what `attention_prologue`
+and `gate_heads` define, too.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton_heads import head_constants, normed_and_rotated
+from jaxserve_kernels.paged_attention.triton_heads import rounded
 from jaxserve_kernels.paged_attention.triton_merge import merged, part_types
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, pages_of_split
 from jaxserve_kernels.target import Target
@@ -36,16 +39,20 @@ _ROWS = 16
 @gluon.jit
 def _copy(
     kv_ptr, page, keys, values, block, stage, position, kv_head,
-    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, layout: gl.constexpr,
-    WINDOW: gl.constexpr,
+    kv_heads: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
+    layout: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Copies a page's keys and values; zeros from the new token on, and before the window."""
-    place = gl.arange(0, PAGE, gl.SliceLayout(1, layout))
+    """Copies a block's keys and values; zeros from the new token on, and before the window."""
+    place = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
-    row = (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + place
-    there = gl.expand_dims(block * PAGE + place < position, 1)
+    row = (
+        (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+        + block % (PAGE // KEYS) * KEYS
+        + place
+    )
+    there = gl.expand_dims(block * KEYS + place < position, 1)
     if WINDOW:
-        there = there & gl.expand_dims(block * PAGE + place > position - WINDOW, 1)
+        there = there & gl.expand_dims(block * KEYS + place > position - WINDOW, 1)
     source = kv_ptr + gl.expand_dims(row, 1) * DIM + dim
     async_copy.async_load(keys.index(stage), source, mask=there)
     async_copy.async_load(values.index(stage), source + PAGE * DIM, mask=there)
@@ -53,8 +60,71 @@ def _copy(
 
 @gluon.jit
 def _joined(low, high):
-    """Concatenates the halves of rows."""
-    return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [low.shape[0], 2 * low.shape[1]])
+    """Concatenates the halves of rotated groups: [rows, groups, half] each, to [rows, dim]."""
+    dim: gl.constexpr = 2 * low.shape[1] * low.shape[2]
+    return gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [low.shape[0], dim])
+
+
+@gluon.jit
+def _of_row(x, row, index: gl.constexpr):
+    """One row of x, [1, groups, half]."""
+    return gl.expand_dims(gl.sum(gl.where(row == index, x, 0.0), axis=0), 0)
+
+
+@gluon.jit
+def _head_weights(norm_ptrs, cos_ptr, sin_ptr, token, is_query, dim, half: gl.constexpr):
+    """Loads what no earlier kernel writes: norm weights of both halves, cosines and sines. Only the
+    first `half` dimensions of a head, and the `half` that follow, are rotated."""
+    q_norm_ptr, k_norm_ptr = norm_ptrs
+    norms = ()
+    if q_norm_ptr is not None:
+        for side in gl.static_range(2):
+            q_norm = gl.load(q_norm_ptr + dim + side * half)
+            k_norm = gl.load(k_norm_ptr + dim + side * half)
+            norms = norms + (gl.where(is_query, q_norm, k_norm),)  # noqa: RUF005
+    rotated = dim < half
+    cos = gl.load(cos_ptr + token * half + dim, mask=rotated, other=1.0)
+    sin = gl.load(sin_ptr + token * half + dim, mask=rotated, other=0.0)
+    return norms, cos, sin
+
+
+@gluon.jit
+def _heads(
+    source, low, high, norms, cos, sin, is_value, there,
+    stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, half: gl.constexpr,
+    layout: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """A token's heads from the projection's partial sums, as halves of rotated groups [rows,
+    groups, half] in float32, rounded where the reference rounds. `source` points to the low half's
+    elements in the first part; `low` and `high` are the bias. Rows that are not `there` are
+    padding."""
+    if EARLY:
+        gdc_wait()
+    for part in gl.static_range(parts):
+        low += gl.load(source + part * stride, mask=there, other=0.0)
+        high += gl.load(source + (part * stride + half), mask=there, other=0.0)
+    low, high = rounded(low), rounded(high)
+    y_low, y_high = low, high
+    if len(norms) > 0:
+        mean = gl.sum(gl.sum(low * low + high * high, axis=2), axis=1)
+        mean = mean / (2 * low.shape[1] * low.shape[2])
+        scale = gl.expand_dims(gl.expand_dims(gl.rsqrt(mean + eps), 1), 2)
+        y_low, y_high = low * scale, high * scale
+        if norms[0].dtype == gl.bfloat16:
+            y_low, y_high = rounded(y_low), rounded(y_high)
+        y_low, y_high = rounded(y_low * norms[0]), rounded(y_high * norms[1])
+    turned_low = rounded(y_low * cos - y_high * sin)
+    turned_high = rounded(y_high * cos + y_low * sin)
+    return gl.where(is_value, low, turned_low), gl.where(is_value, high, turned_high)
+
+
+@gluon.jit
+def _sigmoid(gate_ptr, valid, stride: gl.constexpr, parts: gl.constexpr):
+    """The sigmoids of gates, which are partial sums, rounded where the reference rounds."""
+    gate = gl.load(gate_ptr, mask=valid, other=0.0).to(gl.float32)
+    for part in gl.static_range(1, parts):
+        gate += gl.load(gate_ptr + part * stride, mask=valid, other=0.0)
+    return rounded(1.0 / (1.0 + gl.exp(-rounded(gate))))
 
 
 @gluon.jit
@@ -64,16 +134,24 @@ def _attend(
     out_ptr, part_ptr, peak_ptr, weight_ptr,
     stride: gl.constexpr, table_stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr,
     scale: gl.constexpr,
-    q_heads: gl.constexpr, kv_heads: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr,
-    PAGE: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr = 0, EARLY: gl.constexpr = False,
+    q_heads: gl.constexpr, kv_heads: gl.constexpr, HALF: gl.constexpr, GATED: gl.constexpr,
+    ROWS: gl.constexpr, DIM: gl.constexpr,
+    PAGE: gl.constexpr, KEYS: gl.constexpr, SPLITS: gl.constexpr, MIN_BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr = 0, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    HALF: gl.constexpr = DIM // 2
+    """One program per tile, KV head and split. HALF: half of the dimensions that RoPE rotates.
+    GATED: the projection has a gate after each query head."""
+    GROUPS: gl.constexpr = DIM // (2 * HALF)
     group: gl.constexpr = q_heads // kv_heads
+    queries: gl.constexpr = (1 + GATED) * q_heads
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    flat: gl.constexpr = gl.BlockedLayout([1, HALF // 16], [8, 4], [1, 4], [1, 0])
-    flat_row: gl.constexpr = gl.SliceLayout(1, flat)
-    flat_dim: gl.constexpr = gl.SliceLayout(0, flat)
+    WARPS: gl.constexpr = GROUPS if GROUPS < 4 else 4  # that share a row's groups
+    flat: gl.constexpr = gl.BlockedLayout(
+        [1, 1, min(HALF // (16 // WARPS), 4)], [8, 1, 4], [1, WARPS, 4 // WARPS], [2, 1, 0]
+    )
+    flat_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, flat))
+    flat_group: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, flat))
+    flat_half: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, flat))
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     sums_row: gl.constexpr = gl.SliceLayout(1, sums)
     sums_dim: gl.constexpr = gl.SliceLayout(0, sums)
@@ -89,7 +167,7 @@ def _attend(
     token = gl.load(first_ptr + tile).to(gl.int64)
     table = table_ptr + gl.load(slot_ptr + tile).to(gl.int64) * table_stride
     begin, end, owner, blocks, per_split = pages_of_split(
-        position, split, PAGE, SPLITS, MIN_BLOCKS, WINDOW
+        position, split, KEYS, SPLITS, MIN_BLOCKS, WINDOW
     )
     if EARLY:
         gdc_launch_dependents()
@@ -100,67 +178,66 @@ def _attend(
             gdc_wait()  # so that this kernel never ends before those that it follows
         return
 
-    keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAGE, DIM], tile_layout)
-    values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PAGE, DIM], tile_layout)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], tile_layout)
+    values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], tile_layout)
     pages = ()
     for stage in gl.static_range(STAGES):  # all copies in flight at once
-        page = gl.load(table + gl.minimum(begin + stage, end - 1))
+        page = gl.load(table + gl.minimum(begin + stage, end - 1) // (PAGE // KEYS))
         pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
     for stage in gl.static_range(STAGES):
         if begin + stage < end:
             _copy(
                 kv_ptr, first_page + pages[stage], keys, values, begin + stage, stage, position,
-                kv_head, kv_heads, DIM, PAGE, copy, WINDOW,
+                kv_head, kv_heads, DIM, PAGE, KEYS, copy, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
 
-    row = gl.arange(0, ROWS, flat_row)
-    dim = gl.expand_dims(gl.arange(0, HALF, flat_dim), 0)
-    is_query = gl.expand_dims(row < group, 1)
-    is_key = gl.expand_dims(row == group, 1)
-    is_value = gl.expand_dims(row == group + 1, 1)
-    head = gl.where(row < group, kv_head * group + row, q_heads + kv_head)
-    head = gl.expand_dims(gl.where(row == group + 1, q_heads + kv_heads + kv_head, head), 1)
-    constants = head_constants(
-        q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query, HALF, 2, flat
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, ROWS, flat_row), 1), 2)
+    dim = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUPS, flat_group), 0), 2) * (2 * HALF)
+    dim = dim + gl.expand_dims(gl.expand_dims(gl.arange(0, HALF, flat_half), 0), 1)
+    is_value = row > group
+    head = gl.where(row < group, (1 + GATED) * (kv_head * group + row), queries + kv_head)
+    column = (head + gl.where(is_value, kv_heads, 0)) * DIM + dim
+    norms, cos, sin = _head_weights(
+        (q_norm_ptr, k_norm_ptr), cos_ptr, sin_ptr, token, row < group, dim, HALF
     )
+    low = gl.zeros([ROWS, GROUPS, HALF], gl.float32, flat)
+    high = low
+    if bias_ptr is not None:
+        low += gl.load(bias_ptr + column)
+        high += gl.load(bias_ptr + column + HALF)
     if sinks_ptr is not None:
         query = gl.arange(0, ROWS, sums_row)
         there = (query < group) & (split == 0)
         sink = gl.load(sinks_ptr + kv_head * group + query, mask=there, other=0.0)
     new_page = first_page + gl.load(page_ptr + token)
     new_offset = gl.load(offset_ptr + token)
-    source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * DIM + dim
-    wide_low, wide_high = normed_and_rotated(
-        source, is_value, is_query | is_key | is_value, constants,
-        stride, parts, eps, ROWS, HALF, 2, flat, EARLY,
+    of_token = qkv_ptr + token * ((queries + 2 * kv_heads) * DIM)
+    low, high = _heads(
+        of_token + column, low, high, norms, cos, sin, is_value, row < group + 2,
+        stride, parts, eps, HALF, flat, EARLY,
     )  # fmt: skip
-    low = wide_low.to(gl.bfloat16)
-    high = wide_high.to(gl.bfloat16)
-    q = gl.convert_layout(_joined(low, high), left)
+    q = gl.convert_layout(_joined(low.to(gl.bfloat16), high.to(gl.bfloat16)), left)
 
     peak = gl.full([ROWS], MASKED, gl.float32, sums_row)
-    weights = gl.zeros([ROWS, PAGE], gl.float32, sums)
+    weights = gl.zeros([ROWS, KEYS], gl.float32, sums)
     acc = gl.zeros([ROWS, DIM], gl.float32, sums)
     own_weight = 0.0
     if owner:
         kv_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + new_offset
         target = kv_ptr + (kv_row + gl.where(is_value, PAGE, 0)) * DIM + dim
-        gl.store(target, low, mask=is_key | is_value)
-        gl.store(target + HALF, high, mask=is_key | is_value)
-        key_low = gl.sum(gl.where(is_key, wide_low, 0.0), axis=0)
-        key_high = gl.sum(gl.where(is_key, wide_high, 0.0), axis=0)
-        score = gl.sum(
-            wide_low * gl.expand_dims(key_low, 0) + wide_high * gl.expand_dims(key_high, 0), axis=1
-        )
+        own = (row == group) | (row == group + 1)
+        gl.store(target, low.to(gl.bfloat16), mask=own)
+        gl.store(target + HALF, high.to(gl.bfloat16), mask=own)
+        score = low * _of_row(low, row, group) + high * _of_row(high, row, group)
+        score = gl.sum(gl.sum(score, axis=2), axis=1)
         peak = gl.convert_layout(score * scale, sums_row)
-        value_low = gl.sum(gl.where(is_value, wide_low, 0.0), axis=0)
-        value_high = gl.sum(gl.where(is_value, wide_high, 0.0), axis=0)
-        value = gl.reshape(gl.permute(gl.join(value_low, value_high), (1, 0)), [DIM])
-        acc += gl.expand_dims(gl.convert_layout(value, sums_dim), 0)
+        value = _joined(_of_row(low, row, group + 1), _of_row(high, row, group + 1))
+        value = gl.convert_layout(gl.reshape(value, [DIM]), sums_dim)
+        acc += gl.expand_dims(value, 0)
         own_weight = 1.0
 
-    zeros = gl.zeros([ROWS, PAGE], gl.float32, sums)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, sums)
     new_weight = gl.full([ROWS], 1.0, gl.float32, sums_row) * own_weight
     if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
         if split == 0:
@@ -175,7 +252,7 @@ def _attend(
         async_copy.wait_group(STAGES - 1)
         gl.barrier()
         scores = mma_v2(q, keys.index(slot).permute((1, 0)).load(right), zeros) * scale
-        key = block * PAGE + gl.arange(0, PAGE, sums_dim)
+        key = block * KEYS + gl.arange(0, KEYS, sums_dim)
         scores = gl.where(gl.expand_dims(key < position, 0), scores, MASKED)
         if WINDOW:
             scores = gl.where(gl.expand_dims(key > position - WINDOW, 0), scores, MASKED)
@@ -189,9 +266,10 @@ def _attend(
         acc = mma_v2(p, values.index(slot).load(right), acc * gl.expand_dims(shrink, 1))
         if block + STAGES < end:
             gl.barrier()
+            page = gl.load(table + (block + STAGES) // (PAGE // KEYS))
             _copy(
-                kv_ptr, first_page + gl.load(table + block + STAGES), keys, values,
-                block + STAGES, slot, position, kv_head, kv_heads, DIM, PAGE, copy, WINDOW,
+                kv_ptr, first_page + page, keys, values,
+                block + STAGES, slot, position, kv_head, kv_heads, DIM, PAGE, KEYS, copy, WINDOW,
             )  # fmt: skip
         async_copy.commit_group()
     weight = gl.sum(weights, axis=1) + new_weight
@@ -200,9 +278,12 @@ def _attend(
     out_dim = gl.expand_dims(gl.arange(0, DIM, sums_dim), 0)
     valid = gl.expand_dims(query < group, 1)
     if per_split >= blocks:  # the first split has visited everything
-        out = acc / gl.expand_dims(weight, 1)
-        out_row = token * q_heads + kv_head * group + gl.expand_dims(query, 1)
-        gl.store(out_ptr + out_row * DIM + out_dim, out.to(gl.bfloat16), mask=valid)
+        out = (acc / gl.expand_dims(weight, 1)).to(gl.bfloat16)
+        q_head = kv_head * group + gl.expand_dims(query, 1)
+        if GATED:
+            gate = of_token + (2 * q_head + 1) * DIM + out_dim
+            out = (out * _sigmoid(gate, valid, stride, parts)).to(gl.bfloat16)
+        gl.store(out_ptr + (token * q_heads + q_head) * DIM + out_dim, out, mask=valid)
     elif SPLITS > 1:
         place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + query
         gl.store(part_ptr + gl.expand_dims(place, 1) * DIM + out_dim, acc, mask=valid)
@@ -210,15 +291,14 @@ def _attend(
         gl.store(weight_ptr + place, weight, mask=query < group)
 
 
-def fits(qkv: Array, kv: Array, dtype: DTypeLike) -> bool:
+def fits(kv: Array, dtype: DTypeLike, *, q_heads: int) -> bool:
     """Whether this kernel supports these heads and pages. Others use the kernels for any sizes."""
     kv_heads, _, page_size, head_dim = kv.shape[2:]
-    heads = qkv.shape[2] // (head_dim * kv_heads)  # with a key's and a value's
     return (
         kv.dtype == dtype == jnp.bfloat16
         and page_size == _PAGE
-        and head_dim in (64, 128)
-        and heads <= _ROWS
+        and head_dim in (64, 128, 256)
+        and q_heads // kv_heads + 2 <= _ROWS
     )
 
 
@@ -235,14 +315,21 @@ def attend(
     *,
     eps: float,
     window: int | None = None,
+    gated: bool = False,
     target: Target,
 ) -> tuple[Array, Array]:
-    """`attention_inputs`, then `paged_attention` of tiles of one token. Returns its result, and
-    kv."""
+    """`attention_inputs`, then `paged_attention` of tiles of one token. Returns its result, and kv.
+
+    Args:
+      tables: [tokens, rotated / 2]. RoPE rotates the first `rotated` elements of each head.
+      gated: whether qkv has a gate after each query head. The sigmoids of the gates multiply the
+        result.
+    """
     num_pages, kv_heads, _, _, head_dim = kv.shape[1:]
     parts, tokens, width = qkv.shape
-    q_heads = width // head_dim - 2 * kv_heads
+    q_heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
     num_tiles = tiles.first.shape[0]
+    keys = block_keys(head_dim)
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
         qkv, cache, layer * num_pages, *heads.of_inputs, *tables, *slots, page_table, *tiles[:4],
@@ -258,9 +345,18 @@ def attend(
         num_warps=4,
         stride=tokens * width, table_stride=page_table.shape[1],
         parts=parts, eps=eps, scale=head_dim**-0.5 * LOG2_E,
-        q_heads=q_heads, kv_heads=kv_heads, ROWS=_ROWS, DIM=head_dim, PAGE=_PAGE,
+        q_heads=q_heads, kv_heads=kv_heads, HALF=tables[0].shape[-1], GATED=int(gated),
+        ROWS=_ROWS, DIM=head_dim, PAGE=_PAGE, KEYS=keys,
         SPLITS=config.splits, MIN_BLOCKS=config.min_blocks, STAGES=config.num_stages,
         WINDOW=window or 0,
     )  # fmt: skip
-    out = merged(out, sums, tiles, config, tile_size=1, keys=_PAGE, window=window, target=target)
+    out = merged(
+        out, sums, tiles, config,
+        tile_size=1, keys=keys, window=window, gates=qkv if gated else None, target=target,
+    )  # fmt: skip
     return out, jax.freeze(cache)
+
+
+def block_keys(head_dim: int) -> int:
+    """Keys per block: those of a page, or half of one where two pages would fill a ring."""
+    return _PAGE if head_dim <= 128 else _PAGE // 2
