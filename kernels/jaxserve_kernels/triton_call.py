@@ -299,8 +299,10 @@ def triton_call(
 
     Raises:
       ValueError: while the call is lowered, if the GPU cannot start the kernel; with `together`,
-        also if it cannot run all programs at once.
+        also if it cannot run all programs at once; a call in clusters outside a PDL chain.
     """
+    if kwargs.get("CLUSTER", 1) > 1 and not target.pdl:
+        raise ValueError(f"{name}: only PDL launches programs in clusters")
     capability = target.gpu.compute_capability
     if "EARLY" in kwargs["kernel"].arg_names:
         kwargs["EARLY"] = target.pdl

@@ -67,6 +67,8 @@ def test_the_norm_adds_parts_when_all_are_under_way(embed: int, parts: int, tmp_
     code = launches(call, *given)["_add_rms_norm"]
     first, every = loads(code, tmp_path)
     assert first == every > parts
+    # A cluster's programs exchange their sums without a fence, which waits for all stores.
+    assert not re.search(r"MEMBAR|ERRBAR", disassembled(tmp_path))
 
 
 def test_the_delta_rule_and_its_norm(tmp_path: Path) -> None:

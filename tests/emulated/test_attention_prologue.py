@@ -1,5 +1,5 @@
-"""Small kernels of a launch chain on the emulator: the prologue of attention, its gates, the sum
-with a shared expert, and products with few rows of a weight."""
+"""Small kernels of a launch chain on the emulator: norms, the prologue of attention, its gates, the
+sum with a shared expert, and products with few rows of a weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import dense_matmul
+from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.add_rms_norm import reference as norm_reference
+from jaxserve_kernels.add_rms_norm import triton as norm_triton
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.attention_prologue import PrologueHeads, reference, triton
 from jaxserve_kernels.shared_expert import reference as shared_reference
@@ -85,3 +88,20 @@ def test_the_sum_with_a_shared_expert(dtype: str) -> None:
     expected = shared_reference.add_shared_expert(*given, column=8, dtype=dtype)
     bound = 1e-6 if dtype == "float32" else 4e-3
     assert relative_error(wide(found), wide(expected)) < bound
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tokens", "embed", "programs"), [(3, 2560, 5), (1, 96, 6), (2, 40, 5)])
+def test_a_norm_by_the_programs_of_a_cluster(
+    tokens: int, embed: int, programs: int, biased: bool
+) -> None:
+    rng = np.random.default_rng(embed)
+    x = normal(rng, tokens, embed, dtype="bfloat16")
+    weight, bias = (normal(rng, embed, dtype="bfloat16") for _ in range(2))
+    given = (x, normal(rng, 4, tokens, embed), weight, 1e-6)
+    added = bias if biased else None
+    found = add_rms_norm(*given, bias=added, target=PDL)
+    expected = norm_reference.add_rms_norm(*given, added)
+    assert norm_triton.programs_of(embed) == programs
+    for got, wanted in zip(found, expected, strict=True):
+        assert relative_error(wide(got), wide(wanted)) < 3e-3

@@ -14,6 +14,7 @@ are there swizzles, nor scopes of atomic operations.
 
 from __future__ import annotations
 
+import collections
 import importlib
 import inspect
 import itertools
@@ -34,6 +35,7 @@ from triton.runtime.jit import JITFunction
 
 import jaxserve_kernels
 from jaxserve_kernels.target import Target
+from tests.emulator.cluster import Cluster
 from tests.emulator.memory import Descriptor, Pointer
 from tests.emulator.order import HERE, KERNELS, Order, Partition, Race, Touched
 from tests.emulator.program import Program
@@ -63,10 +65,13 @@ def tensor_descriptor(array: jax.Array, block: Sequence[int], layout: Any) -> De
 def triton_call(
     *arguments: Any, kernel: Any, name: str, target: Target, out_type: Any, grid: tuple[int, ...],
     num_warps: int = 4, num_stages: int = 1, zeroed_outputs: Sequence[int] = (), seed: int = 0,
-    together: bool = False,    **constants: Any,
+    together: bool = False, **constants: Any,
 ) -> Any:  # fmt: skip
     """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
-    for others: `together`."""
+    for others: `together`, or in clusters."""
+    size = constants.get("CLUSTER", 1)
+    together = together or size > 1
+    clusters: dict[tuple[int, ...], Cluster] = collections.defaultdict(lambda: Cluster(size))
     early_start = "EARLY" in kernel.arg_names and target.pdl
     if "EARLY" in kernel.arg_names:
         constants["EARLY"] = early_start
@@ -93,7 +98,8 @@ def triton_call(
         if failed.is_set():
             return
         HERE.partition = Partition(shared or Order(**own), name)
-        modules = _Modules(Program(at, grid, num_warps, seed, failed))
+        cluster = clusters[at[0] // size, *at[1:]]
+        modules = _Modules(Program(at, grid, num_warps, seed, failed, cluster))
         try:
             functions = {
                 key: modules.function(value) if isinstance(value, JITFunction) else value

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.emulator.cluster import Cluster
 from tests.emulator.memory import Barrier, Descriptor, Pointer, Shared, allocate, choose
 from tests.emulator.order import HERE, Partition
 from tests.emulator.values import LANGUAGE, Tensor, product, scalar
@@ -48,10 +49,11 @@ class Program:
         warps: int,
         seed: int,
         failed: threading.Event,
+        cluster: Cluster,
     ) -> None:
-        """failed: one of the grid has."""
+        """failed: one of the grid has. cluster: that of the program."""
         self._at, self._grid, self._warps = (*at, 0, 0), (*grid, 1, 1), warps
-        self._failed = failed
+        self._failed, self._cluster = failed, cluster
         self._random = np.random.default_rng([seed, *at])
         self._begun = _Begun()
 
@@ -91,6 +93,8 @@ class Program:
             "warpgroup_mma_wait": self._wait_for_products,
             "mma_v2": lambda a, b, acc: product(a, b, acc),
             "fence_async_shared": lambda: HERE.partition.fence(),
+            "begin_cluster": lambda: self._cluster.begin(self._at[0]),
+            "sum_of_cluster": lambda x, space: space.sum(self._at[0], x),
             "gdc_wait": lambda: HERE.partition.wait_for_kernels(),
             "gdc_launch_dependents": lambda: HERE.partition.start_dependents(),
         }

@@ -117,7 +117,7 @@ class Driver:
     """CUDA's, as far as it is needed; its kernels compute on the host."""
 
     def __init__(self) -> None:
-        self.launched: list[tuple[str, list[int], int]] = []
+        self.launched: list[tuple[str, list[int], list[tuple[int, list[int]]]]] = []
         self.status = 0
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
@@ -140,7 +140,9 @@ class Driver:
     def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, _: None) -> int:
         config: c_types.LaunchConfig = given._obj
         name = function.value.to_bytes(8, "little").rstrip(b"\0").decode()
-        self.launched.append((name, list(config.grid), config.num_attributes))
+        given = [config.attributes[index] for index in range(config.num_attributes)]
+        attributes = [(each.id, [each.value, *each.rest[:2]]) for each in given]
+        self.launched.append((name, list(config.grid), attributes))
 
         def buffer(index: int) -> Any:
             address = ctypes.c_uint64.from_address(arguments[index]).value
@@ -164,13 +166,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def chain(factor: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """x[4:8] * factor + y, by two kernels and one scratch buffer."""
+    """x[4:8] * factor + y, by two kernels, the last of them twice, and one scratch buffer."""
     scale, add = (Code(name, 4, 0, "", 90) for name in ("scale", "add"))
     x, y, out, scratch = Place(0, 16), Place(1, 0), Place(2, 0), Place(3, 0)
     packed = pack(
         [
             Launch(scale, (1, 2, 3), (x, scratch, ("f", factor))),
-            Launch(add, (4, 1, 1), (scratch, y, out)),
+            Launch(add, (4, 1, 1), (scratch, y, out), cluster=2),
+            Launch(add, (1, 1, 1), (scratch, y, out)),
         ]
     )
     types = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
@@ -182,8 +185,14 @@ def test_one_call_launches_all_kernels_in_order(driver: Driver) -> None:
     for factor in (3.0, 5.0):
         out = jax.jit(chain(factor))(jnp.arange(8.0), jnp.ones(4))
         np.testing.assert_array_equal(out, np.arange(4, 8) * factor + 1)
-    # All but the first are started early.
-    assert driver.launched == [("scale", [1, 2, 3], 0), ("add", [4, 1, 1], 1)] * 2
+    early = (c_types.PROGRAMMATIC, [1, 0, 0])  # all but the first
+    cluster = (c_types.CLUSTER_DIMENSION, [2, 1, 1])
+    wanted = [
+        ("scale", [1, 2, 3], []),
+        ("add", [4, 1, 1], [cluster, early]),
+        ("add", [1, 1, 1], [early]),
+    ]
+    assert driver.launched == wanted * 2
 
 
 def test_scratch_that_must_be_zero_is_cleared_before_the_first_launch(driver: Driver) -> None:

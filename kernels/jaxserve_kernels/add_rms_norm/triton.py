@@ -1,5 +1,10 @@
 """Residual add and RMSNorm with one program per token: the row is read once and stays in
-registers."""
+registers.
+
+A multiprocessor reads 64 bytes from the L2 cache in a cycle, so one takes a microsecond for the
+parts of a row. In a PDL chain on Hopper, the programs of a cluster have pieces of the row, and add
+their sums of squares.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +20,15 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, Token
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, store_quantized
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_cluster import begin_cluster, sum_of_cluster
 from jaxserve_kernels.triton_loads import all_loaded
 
 _ALONE = 64
 """Up to this many tokens, a program has a multiprocessor for itself. More warps then have more of
 the parts in flight at a time."""
+
+_MOST_PROGRAMS = 8
+"""The largest size of a cluster that every Hopper GPU has."""
 
 _HELD = 80
 """The most elements of the parts that a thread has registers for."""
@@ -30,16 +39,22 @@ def add_and_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    CLUSTER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Stores the program's row plus its updates. Returns the sum and its norm, in x's dtype.
+    """Stores the program's row, or piece of a row, plus its updates. Returns the norm, in x's
+    dtype.
 
     The distance of an update's parts is a multiple of a constant. Otherwise the compiler could not
     tell that they are aligned, and would load elements one by one. AT_ONCE: load all parts before
     any is added (see `triton_loads`).
     """
-    row = tl.program_id(0).to(tl.int64) * embed
+    row = (tl.program_id(0) // CLUSTER).to(tl.int64) * embed
+    taken: tl.constexpr = embed // CLUSTER
     column = tl.arange(0, BLOCK)
-    mask = column < embed
+    mask = column < taken
+    if CLUSTER > 1:
+        column += tl.program_id(0) % CLUSTER * taken
+        space = begin_cluster()
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if BIAS:
         bias = tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -49,7 +64,7 @@ def add_and_norm(
     x = tl.load(x_ptr + row + column, mask=mask, other=0.0, volatile=AT_ONCE)
     found = ()
     for part in tl.static_range(parts):
-        at = update_ptr + part * tl.num_programs(0) * embed + row + column
+        at = update_ptr + part * (tl.num_programs(0) // CLUSTER) * embed + row + column
         found = found + (tl.load(at, mask=mask, other=0.0, volatile=AT_ONCE),)  # noqa: RUF005
     normed = tl.zeros_like(x)
     if all_loaded():
@@ -62,7 +77,10 @@ def add_and_norm(
         total = (x.to(tl.float32) + update).to(x.dtype)
         tl.store(total_ptr + row + column, total, mask=mask)
         wide = total.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / embed + eps)
+        squares = tl.sum(wide * wide, axis=0)
+        if CLUSTER > 1:
+            squares = sum_of_cluster(squares, space)
+        scale = tl.rsqrt(squares / embed + eps)
         every = wide * scale
         if weight.dtype == x.dtype:
             every = every.to(x.dtype).to(tl.float32)
@@ -74,15 +92,17 @@ def add_and_norm(
 def _add_rms_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr = False,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, CLUSTER: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
     )  # fmt: skip
+    taken: tl.constexpr = embed // CLUSTER
     column = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * embed + column
-    tl.store(out_ptr + at, normed, mask=column < embed)
+    at = tl.program_id(0).to(tl.int64) * taken + column
+    tl.store(out_ptr + at, normed, mask=column < taken)
 
 
 @triton.jit
@@ -101,6 +121,13 @@ def _quantizing(
     )  # fmt: skip
 
 
+def programs_of(embed: int) -> int:
+    """Programs that share a row: the fewest that have the smallest block, in pieces that can be
+    loaded 16 bytes at a time."""
+    sizes = [each for each in range(1, _MOST_PROGRAMS + 1) if embed % (8 * each) == 0] or [1]
+    return min(sizes, key=lambda each: triton.next_power_of_2(embed // each))
+
+
 def add_rms_norm(
     x: Array,
     update: Array,
@@ -111,14 +138,16 @@ def add_rms_norm(
     bias: Array | None = None,
     target: Target,
 ) -> tuple[Array, Array | QuantizedTokens]:
-    """See `add_rms_norm.api`: one program for each token."""
+    """See `add_rms_norm.api`: one program for each token, or a cluster."""
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    block = triton.next_power_of_2(embed)
-    few = max(4, min(16, block // 128))
+    shared = target.pdl and target.runs_hopper_kernels() and tokens <= _ALONE and form is None
+    cluster = programs_of(embed) if shared else 1
+    block = triton.next_power_of_2(embed // cluster)
+    few = max(1 if shared else 4, min(16, block // 128))
     warps = few if tokens <= _ALONE else 8 if embed > 2048 else 4
     launch: dict[str, Any] = {
-        "grid": (tokens,),
+        "grid": (tokens * cluster,),
         "num_warps": warps,
         "embed": embed, "eps": eps, "parts": update.shape[0],
         "BIAS": bias is not None, "BLOCK": block,
@@ -132,6 +161,7 @@ def add_rms_norm(
             name="add_rms_norm",
             target=target,
             out_type=(row, row),
+            CLUSTER=cluster,
             **launch,
         )  # fmt: skip
     total, *quantized = triton_call(

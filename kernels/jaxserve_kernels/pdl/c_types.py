@@ -92,6 +92,19 @@ class LaunchAttribute(Structure):
     _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
 
 
+def attributes(cluster: int) -> ctypes.Array[LaunchAttribute]:
+    """The attributes of a launch. The last one is PDL's.
+
+    Args:
+      cluster: programs of a thread block cluster, along the grid's first axis.
+    """
+    early = LaunchAttribute(PROGRAMMATIC, 0, 1)
+    if cluster == 1:
+        return (LaunchAttribute * 1)(early)
+    size = LaunchAttribute(CLUSTER_DIMENSION, 0, cluster, (c_int * 15)(1, 1))
+    return (LaunchAttribute * 2)(size, early)
+
+
 class LaunchConfig(Structure):
     """CUlaunchConfig."""
 
@@ -105,6 +118,7 @@ class LaunchConfig(Structure):
 METADATA = 1  # XLA_FFI_Extension_Metadata
 CAPTURABLE = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

@@ -22,6 +22,8 @@ class Description(NamedTuple):
     grid: tuple[int, int, int]
     numbers: list[Number | None]
     """The kernel's parameters in order. None stands for the next of `buffers`."""
+    cluster: int
+    """The kernel's constant CLUSTER, or 1."""
     buffers: list[tuple[bool, int]]
     """For each buffer: whether it is an operand of the call, and the operand's or result's
     index."""
@@ -57,4 +59,5 @@ def describe(equation: Any) -> Description:
         for leaf in leaves
         if not isinstance(leaf, _NUMBER)
     ]
-    return Description(code, grid, numbers, buffers)
+    cluster = dict(params["metaparams"]).get("CLUSTER", 1)
+    return Description(code, grid, numbers, cluster, buffers)

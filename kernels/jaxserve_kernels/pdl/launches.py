@@ -30,6 +30,8 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     parameters: tuple[Place | Number, ...]
     """In the order of the kernel's signature."""
+    cluster: int = 1
+    """Programs of a thread block cluster, along the grid's first axis."""
 
 
 def pack(launches: Sequence[Launch], zeroed_bytes: int = 0) -> bytes:
@@ -47,7 +49,7 @@ def pack(launches: Sequence[Launch], zeroed_bytes: int = 0) -> bytes:
             for code, cubin in zip(codes, cubins, strict=True)
         ],
         "launches": [
-            (codes.index(launch.code), launch.grid, launch.parameters) for launch in launches
+            (codes.index(each.code), each.grid, each.cluster, each.parameters) for each in launches
         ],
         "zeroed_bytes": zeroed_bytes,
     }
@@ -94,7 +96,7 @@ class Launches:
             self._kernels.append(_Kernel(name, threads, shared_bytes, body[at : at + size]))
             at += size
         self._functions: list[Any] = []
-        parameters = [each for _, _, launch in head["launches"] for each in launch]
+        parameters = [each for *_, launch in head["launches"] for each in launch]
         places = sorted({(first, second) for first, second in parameters if isinstance(first, int)})
         self._index = {place: index for index, place in enumerate(places)}
         self._buffers = np.array([buffer for buffer, _ in places], np.int64)
@@ -103,9 +105,11 @@ class Launches:
         self._numbers: list[Any] = []  # keeps them alive: C points to them
         self._zeroed_bytes: int = head["zeroed_bytes"]
         self._launches = [self._prepare(*launch) for launch in head["launches"]]
-        self._launches[0][1].num_attributes = 0  # the kernels before the call have ended
+        self._launches[0][1].num_attributes -= 1  # the kernels before the call have ended
 
-    def _prepare(self, index: int, grid: list[int], parameters: list[Any]) -> tuple[int, Any, Any]:
+    def _prepare(
+        self, index: int, grid: list[int], cluster: int, parameters: list[Any]
+    ) -> tuple[int, Any, Any]:
         slots = self._addresses.ctypes.data
         null = slots + 8 * len(self._index)
         arguments: list[int] = []
@@ -119,12 +123,13 @@ class Launches:
         # Triton appends pointers to two scratch buffers, which these kernels do not use.
         pointers = (c_void_p * (len(arguments) + 2))(*arguments, null, null)
         kernel = self._kernels[index]
+        attributes = c_types.attributes(cluster)
         config = c_types.LaunchConfig(
             grid=(c_uint32 * 3)(*grid),
             block=(c_uint32 * 3)(kernel.threads, 1, 1),
             shared_bytes=kernel.shared_bytes,
-            attributes=ctypes.pointer(c_types.LaunchAttribute(c_types.PROGRAMMATIC, 0, 1)),
-            num_attributes=1,
+            attributes=attributes,
+            num_attributes=len(attributes),
         )
         return index, config, pointers
 

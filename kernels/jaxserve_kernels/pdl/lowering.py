@@ -108,7 +108,7 @@ def _launch(call: plan.KernelCall) -> Launch:
             continue
         is_operand, index = next(buffers)
         parameters.append((call.operands if is_operand else call.results)[index])
-    return Launch(described.code, described.grid, tuple(parameters))
+    return Launch(described.code, described.grid, tuple(parameters), described.cluster)
 
 
 mlir.register_lowering(_pdl_p, _lower, platform="cuda")
