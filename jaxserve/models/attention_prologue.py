@@ -1,5 +1,5 @@
 """Which models need more before attention than the attention kernels do: gates, RoPE on a part of
-head, norms with float32 weights."""
+each head, norms with float32 weights."""
 
 from __future__ import annotations
 

@@ -155,8 +155,11 @@ def test_choices(routing: Routing) -> None:
     np.testing.assert_allclose(found[:, 0, 0], wanted[0], rtol=2e-6)
 
 
-@pytest.mark.parametrize(("embed", "rows", "tokens"), [(256, 128, 1), (192, 33, 2)])
+@pytest.mark.parametrize(
+    ("embed", "rows", "tokens"), [(256, 128, 1), (192, 33, 2), (256, 129, 2), (256, 257, 3)]
+)
 def test_scores_of_a_normed_token(embed: int, rows: int, tokens: int) -> None:
+    """The last rows of two cases would be the only ones of a program."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, dtype: Any = jnp.bfloat16) -> Any:

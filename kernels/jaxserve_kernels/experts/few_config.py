@@ -40,6 +40,9 @@ class Scoring(NamedTuple):
     """Rows of the router that a program holds in registers."""
     num_warps: int
     programs: int
+    last: bool
+    """Whether the first program of each token has the last row, too: a shared expert's gate would
+    be the only row of another program."""
 
 
 _EACH = 64
@@ -53,7 +56,8 @@ def scoring(tokens: int, embed: int, rows: int) -> Scoring:
     """Returns the launch for tokens of `embed` elements and a router of `rows` rows."""
     warps = 8 if tokens <= _ALONE else 16
     at_once = max(1, 32 * warps * _EACH // (1 << (embed - 1).bit_length()))
-    return Scoring(at_once, warps, tokens * -(-rows // at_once))
+    last = rows % at_once == 1 and rows > 1
+    return Scoring(at_once, warps, tokens * -(-(rows - last) // at_once), last)
 
 
 def refuses(
