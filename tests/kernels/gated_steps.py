@@ -29,11 +29,13 @@ class Case(NamedTuple):
     norms: str | None
     """The dtype of their weights."""
     starts: tuple[int, ...]
+    window: int | None = None
 
 
 CASES = (
     *(Case(256, 64, 12, True, "float32", starts) for starts in (ONE, FEW, MANY)),  # Qwen3.5 27B
     Case(256, 64, 16, True, "float32", FEW),  # 35B-A3B
+    Case(256, 64, 12, True, "float32", FEW, window=50),
     Case(256, 128, 4, True, "bfloat16", FEW),
     Case(128, 32, 8, False, "float32", FEW),
     Case(64, 64, 8, True, None, ONE),
@@ -78,7 +80,8 @@ def attended(case: Case, projected: Any, kv: Any, *rest: Any, target: Target) ->
     """`gated_attention` of `Inputs`."""
     return gated_attention(
         projected, kv, LAYER, *rest,
-        heads=_heads(case), eps=EPS, tile_size=1, dtype="bfloat16", target=target,
+        heads=_heads(case), eps=EPS, tile_size=1, dtype="bfloat16", window=case.window,
+        target=target,
     )  # fmt: skip
 
 

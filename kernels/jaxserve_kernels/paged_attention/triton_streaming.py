@@ -45,15 +45,11 @@ def _copy(
     """Copies a block's keys and values; zeros from the new token on, and before the window."""
     place = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
-    row = (
-        (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
-        + block % (PAGE // KEYS) * KEYS
-        + place
-    )
+    row = (page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + block % (PAGE // KEYS) * KEYS
     there = gl.expand_dims(block * KEYS + place < position, 1)
     if WINDOW:
         there = there & gl.expand_dims(block * KEYS + place > position - WINDOW, 1)
-    source = kv_ptr + gl.expand_dims(row, 1) * DIM + dim
+    source = kv_ptr + gl.expand_dims(row + place, 1) * DIM + dim
     async_copy.async_load(keys.index(stage), source, mask=there)
     async_copy.async_load(values.index(stage), source + PAGE * DIM, mask=there)
 
@@ -119,6 +115,41 @@ def _heads(
 
 
 @gluon.jit
+def _with_sink(sink, peak, new_weight, acc):
+    """The softmax of rows with their heads' sinks."""
+    scaled = sink.to(gl.float32) * 1.4426950408889634
+    new_peak = gl.maximum(peak, scaled)
+    shrink = gl.exp2(peak - new_peak)
+    new_weight = new_weight * shrink + gl.exp2(scaled - new_peak)
+    return new_peak, new_weight, acc * gl.expand_dims(shrink, 1)
+
+
+@gluon.jit
+def _visit(
+    q, keys, values, block, position, peak, weights, new_weight, acc,
+    scale: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Adds a block of keys [keys, dim] and values to the streamed softmax."""
+    sums: gl.constexpr = acc.type.layout
+    dims: gl.constexpr = gl.SliceLayout(0, sums)
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    KEYS: gl.constexpr = keys.shape[0]
+    scores = mma_v2(q, keys.permute((1, 0)).load(right), gl.zeros_like(weights)) * scale
+    key = block * KEYS + gl.arange(0, KEYS, dims)
+    scores = gl.where(gl.expand_dims(key < position, 0), scores, MASKED)
+    if WINDOW:
+        scores = gl.where(gl.expand_dims(key > position - WINDOW, 0), scores, MASKED)
+    new_peak = gl.maximum(peak, gl.max(scores, axis=1))
+    shrink = gl.exp2(peak - new_peak)
+    probs = gl.exp2(scores - gl.expand_dims(new_peak, 1))
+    weights = weights * gl.expand_dims(shrink, 1) + probs
+    p = gl.convert_layout(probs.to(gl.bfloat16), left)
+    acc = mma_v2(p, values.load(right), acc * gl.expand_dims(shrink, 1))
+    return new_peak, weights, new_weight * shrink, acc
+
+
+@gluon.jit
 def _sigmoid(gate_ptr, valid, stride: gl.constexpr, parts: gl.constexpr):
     """The sigmoids of gates, which are partial sums, rounded where the reference rounds."""
     gate = gl.load(gate_ptr, mask=valid, other=0.0).to(gl.float32)
@@ -156,7 +187,6 @@ def _attend(
     sums_row: gl.constexpr = gl.SliceLayout(1, sums)
     sums_dim: gl.constexpr = gl.SliceLayout(0, sums)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
 
     tile = gl.program_id(0)
@@ -237,33 +267,18 @@ def _attend(
         acc += gl.expand_dims(value, 0)
         own_weight = 1.0
 
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, sums)
     new_weight = gl.full([ROWS], 1.0, gl.float32, sums_row) * own_weight
     if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
         if split == 0:
-            scaled = sink.to(gl.float32) * 1.4426950408889634
-            new_peak = gl.maximum(peak, scaled)
-            shrink = gl.exp2(peak - new_peak)
-            new_weight = new_weight * shrink + gl.exp2(scaled - new_peak)
-            acc = acc * gl.expand_dims(shrink, 1)
-            peak = new_peak
+            peak, new_weight, acc = _with_sink(sink, peak, new_weight, acc)
     for block in range(begin, end):
         slot = (block - begin) % STAGES
         async_copy.wait_group(STAGES - 1)
         gl.barrier()
-        scores = mma_v2(q, keys.index(slot).permute((1, 0)).load(right), zeros) * scale
-        key = block * KEYS + gl.arange(0, KEYS, sums_dim)
-        scores = gl.where(gl.expand_dims(key < position, 0), scores, MASKED)
-        if WINDOW:
-            scores = gl.where(gl.expand_dims(key > position - WINDOW, 0), scores, MASKED)
-        new_peak = gl.maximum(peak, gl.max(scores, axis=1))
-        shrink = gl.exp2(peak - new_peak)
-        probs = gl.exp2(scores - gl.expand_dims(new_peak, 1))
-        peak = new_peak
-        weights = weights * gl.expand_dims(shrink, 1) + probs
-        new_weight = new_weight * shrink
-        p = gl.convert_layout(probs.to(gl.bfloat16), left)
-        acc = mma_v2(p, values.index(slot).load(right), acc * gl.expand_dims(shrink, 1))
+        peak, weights, new_weight, acc = _visit(
+            q, keys.index(slot), values.index(slot), block, position, peak, weights, new_weight,
+            acc, scale, WINDOW,
+        )  # fmt: skip
         if block + STAGES < end:
             gl.barrier()
             page = gl.load(table + (block + STAGES) // (PAGE // KEYS))
