@@ -2,11 +2,8 @@
 """Computes a token's heads from the projection's partial sums, inside attention kernels.
 
 The rows of a program are the queries that share a KV head, then its key, then its value. A head is
-two or four pieces [rows, width]. Norms and bias are None if the model has none.
-
-The order of loads around the wait for earlier kernels (PDL) matters for speed. So there are
-separate functions for the loads before the wait and after it: `triton_streaming` issues others in
-between.
+two or four pieces [rows, width]. Norms and bias are None if the model has none. `triton_streaming`
+has other layouts, and its own functions.
 """
 
 from __future__ import annotations
@@ -41,18 +38,18 @@ def token_heads(
     head = gl.expand_dims(head, 1)
     source = qkv_ptr + (token * (q_heads + 2 * kv_heads) + head) * (PIECES * WIDTH) + dim
     there = gl.expand_dims(row < group + 2, 1)
-    constants = head_constants(
+    constants = _constants(
         q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query,
         WIDTH, PIECES, layout,
     )  # fmt: skip
-    return normed_and_rotated(
+    return _normed_and_rotated(
         source, is_value, there, constants,
         stride, parts, eps, ROWS, WIDTH, PIECES, layout, EARLY,
     )  # fmt: skip
 
 
 @gluon.jit
-def head_constants(
+def _constants(
     q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, head, is_query,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
@@ -84,12 +81,12 @@ def head_constants(
 
 
 @gluon.jit
-def normed_and_rotated(
+def _normed_and_rotated(
     source, is_value, there, constants,
     stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """`token_heads` after `head_constants`. `source` points to each row's first piece in the first
+    """`token_heads` after `_constants`. `source` points to each row's first piece in the first
     part. Rows that are not `there` are padding."""
     norms, biases, cos, sin = constants
     x = biases
