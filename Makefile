@@ -59,7 +59,7 @@ docs-serve: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 slow: $(VENV)/.slow
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
 
 $(VENV)/bin/python:
 	@python="$$(scripts/find_python.sh)"; \

@@ -106,5 +106,5 @@ def test_each_request_gets_the_tokens_it_would_get_alone(served: Served) -> None
 @with_formats([*FORMATS, *MORE_FORMATS], CONFIG.buckets)
 def test_each_request_gets_its_tokens_in_many_workloads(served: Served) -> None:
     found = play_workloads(served, examples=200)
-    assert found.preemptions > 40 and found.hit_tokens > 400
+    assert found.preemptions > 30 and found.hit_tokens > 400
     assert found.different <= MOST_DIFFERENT * found.requests, found
