@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxserve.config import ConfigError
 from jaxserve.layer_spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models.attention_prologue import is_needed
+from jaxserve.models.attention import has_prologue
 from jaxserve.models.rope import RopeTables, rope_tables
 
 type Kernel = Literal["xla", "cudnn"]
@@ -115,7 +115,7 @@ class Layer(nnx.Module):
         embed, depth, eps = model.embed, 2 * model.num_layers, model.norm_eps
         if isinstance(spec.feed_forward, ExpertsSpec):
             raise ConfigError(f"{model.architecture} has experts, which cannot be trained here")
-        if spec.attention is None or is_needed(model):
+        if spec.attention is None or has_prologue(model):
             raise ConfigError(f"{model.architecture} has no model to train")
         self.input_layernorm = _norm(embed, types, rngs, eps)
         self.self_attn = Attention(spec.attention, embed, depth, types, rngs)

@@ -10,14 +10,14 @@ from jax.typing import DTypeLike
 
 from jaxserve.layer_spec import Activation
 from jaxserve.model_spec import CachePlace, ModelSpec
-from jaxserve.models import attention_prologue, delta_net
+from jaxserve.models import attention, delta_net
 from jaxserve.models.delta_net import Unsettled
 from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.attention_prologue import gated_attention
 from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
+from jaxserve_kernels.gated_attention import gated_attention
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 from jaxserve_kernels.matmul import (
     QuantizedTokens,
@@ -114,8 +114,8 @@ def mix(
     assert layer.qkv is not None
     qkv = linear(normed, layer.qkv, target=target)
     call = attend
-    if attention_prologue.is_needed(spec):
-        call = functools.partial(gated_attention, heads=attention_prologue.heads_of(spec))
+    if attention.has_prologue(spec):
+        call = functools.partial(gated_attention, heads=attention.prologue_heads(spec))
     weights = HeadWeights(layer.q_norm, layer.k_norm, layer.qkv_bias, layer.sinks)
     attention_out, cache = call(
         *(qkv, cache, place.layer, weights, tables, tokens.places[group]),

@@ -29,7 +29,7 @@ _PACKAGES = (
 
 _OURS = (
     *("api.py", "config.py", "layer_spec.py", "model_spec.py", "plan.py", "views.py"),
-    *(f"models/{name}.py" for name in ("attention_prologue", "decoder", "delta_net")),
+    *(f"models/{name}.py" for name in ("attention", "decoder", "delta_net")),
     *(f"models/{name}.py" for name in ("layer", "layer_weights", "rope")),
     *(f"models/drafts/{name}.py" for name in ("block", "draw", "eagle3", "mtp", "places", "spec")),
     *("programs/*.py", "runner/*.py"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.attention_prologue import PrologueHeads, gated_attention
+from jaxserve_kernels.gated_attention import PrologueHeads, gated_attention
 from jaxserve_kernels.kv_format import AttentionStep, named
 from jaxserve_kernels.target import Target
 from tests.kernels.kv_steps import EPS, LAYER, Sequences

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.model_spec import CachePlace
 from jaxserve.models import decoder
-from jaxserve.models.attention_prologue import heads_of
+from jaxserve.models.attention import prologue_heads
 from jaxserve.models.drafts.places import only_cache
 from jaxserve.models.drafts.spec import MtpDraft
 from jaxserve.models.layer import Norm, StepTokens, decoder_layer
@@ -31,7 +31,7 @@ from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve.models.rope import step_tables
 from jaxserve_kernels.add_rms_norm import rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots, attention_inputs
-from jaxserve_kernels.attention_prologue import attention_prologue, no_rotation
+from jaxserve_kernels.gated_attention import attention_prologue, no_rotation
 from jaxserve_kernels.matmul import linear, plain, sum_parts, take_rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
@@ -77,7 +77,7 @@ def store(
             linear(normed, layer.qkv, target=target),
             HeadWeights(layer.q_norm, layer.k_norm),
             tables,
-            heads=heads_of(body),
+            heads=prologue_heads(body),
             eps=body.norm_eps,
             dtype=x.dtype,
             target=target,

@@ -10,7 +10,7 @@ from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.attention_inputs.reference import HeadWeights
-from jaxserve_kernels.attention_prologue.reference import PrologueHeads
+from jaxserve_kernels.gated_attention.reference import PrologueHeads
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -120,7 +120,7 @@ def attention_prologue(
     dtype: str,
     target: Target,
 ) -> tuple[Array, Array | None]:
-    """See `attention_prologue.reference`."""
+    """See `reference.attention_prologue`."""
     parts, tokens, width = projected.shape
     made = heads.q_heads + 2 * heads.kv_heads
     qkv, gate = triton_call(
@@ -142,7 +142,7 @@ def attention_prologue(
 
 
 def gate_heads(x: Array, gate: Array, *, target: Target) -> Array:
-    """See `attention_prologue.reference`."""
+    """See `reference.gate_heads`."""
     return triton_call(
         x, gate,
         kernel=_gate,

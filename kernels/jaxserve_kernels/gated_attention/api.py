@@ -12,8 +12,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.attention_inputs.reference import HeadWeights, KVSlots
-from jaxserve_kernels.attention_prologue import reference
-from jaxserve_kernels.attention_prologue.reference import PrologueHeads
+from jaxserve_kernels.gated_attention import reference
+from jaxserve_kernels.gated_attention.reference import PrologueHeads
 from jaxserve_kernels.kv_format import KV, AttentionStep, CacheArrays, attend
 from jaxserve_kernels.op import NO_KERNELS, NOT_PDL, Implementation, Op, Refusal, anything
 from jaxserve_kernels.paged_attention.config import choose
@@ -163,13 +163,13 @@ def _on_pdl(*_: Any, target: Target) -> Refusal | None:
 
 
 def _kernel(_: None, *args: Any, **options: Any) -> Any:
-    from jaxserve_kernels.attention_prologue import triton  # needs Triton: only for GPUs
+    from jaxserve_kernels.gated_attention import triton  # needs Triton: only for GPUs
 
     return triton.attention_prologue(*args, **options)
 
 
 def _gate_kernel(_: None, *args: Any, target: Target) -> Any:
-    from jaxserve_kernels.attention_prologue import triton  # needs Triton: only for GPUs
+    from jaxserve_kernels.gated_attention import triton  # needs Triton: only for GPUs
 
     return triton.gate_heads(*args, target=target)
 

@@ -12,7 +12,7 @@ from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.add_rms_norm import reference as norm_reference
 from jaxserve_kernels.add_rms_norm import triton as norm_triton
 from jaxserve_kernels.attention_inputs import HeadWeights
-from jaxserve_kernels.attention_prologue import PrologueHeads, reference, triton
+from jaxserve_kernels.gated_attention import PrologueHeads, reference, triton
 from jaxserve_kernels.shared_expert import reference as shared_reference
 from jaxserve_kernels.shared_expert import triton as shared_triton
 from tests.emulated.errors import relative_error
