@@ -70,6 +70,8 @@ class Operation(NamedTuple):
     """Whether the same answer can also come with status 503."""
     query: Mapping[str, str] = MappingProxyType({})
     """Optional query parameters and their effects."""
+    choices: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """The values that a query parameter takes, if it does not take any text."""
 
 
 _DEEP = "1: a serving engine must generate a token"
@@ -202,6 +204,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         weights.Paused,
         errors=(400, 405, 503),
         query={"mode": "keep: running requests stay as they are; wait: they end first"},
+        choices={"mode": weights.PAUSE_MODES},
     ),
     ("post", "/resume"): Operation("Resume the engine", weights.Paused, errors=(400, 405, 503)),
     ("get", "/is_paused"): Operation("Whether the engine is paused", weights.Paused),
@@ -210,6 +213,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         weights.Sleeping,
         errors=(400, 405, 503),
         query={"level": "1 keeps the weights, 2 drops them"},
+        choices={"level": weights.SLEEP_LEVELS},
     ),
     ("post", "/wake_up"): Operation("Undo sleep", weights.Sleeping, errors=(400, 405, 503)),
     ("get", "/is_sleeping"): Operation("Whether the engine sleeps", weights.Sleeping),
@@ -239,9 +243,10 @@ def document(config: ServerConfig) -> bytes:
     _, components = msgspec.json.schema_components(
         sorted(types, key=lambda kind: kind.__name__), ref_template="#/components/schemas/{name}"
     )
-    bodies = {kind: each.rejected for each in operations.values() for kind in each.bodies}
-    for kind, rejected in bodies.items():
-        _complete(components[kind.__name__]["properties"], rejected, config.model_names)
+    bodies = {kind: each for each in operations.values() for kind in each.bodies}
+    for kind, operation in bodies.items():
+        names = () if kind is weights.WeightsRequest else config.model_names
+        _complete(components[kind.__name__]["properties"], operation.rejected, names)
     components["CompletionRequest"]["properties"]["prompt"] = schema.PROMPT
     paths: dict[str, Json] = {}
     for (method, path), operation in operations.items():
@@ -265,9 +270,9 @@ def _types(operation: Operation) -> tuple[type[msgspec.Struct], ...]:
 def _complete(
     properties: Json, rejected: Mapping[str, Harmless], model_names: tuple[str, ...]
 ) -> None:
-    """Adds facts that the types do not have: the served names, and the values of restricted
-    fields."""
-    if "model" in properties:
+    """Adds facts that the types do not have: the served names (none: `model` is not one of them),
+    and the values of restricted fields."""
+    if model_names and "model" in properties:
         optional = "anyOf" in properties["model"]
         properties["model"] = {"enum": [*model_names, *([None] if optional else [])]}
     for name, harmless in rejected.items():
@@ -290,10 +295,11 @@ def _described(operation: Operation, path: str, config: ServerConfig) -> Json:
             "required": True,
             "content": {"application/json": {"schema": body}},
         }
-    parameters: list[Json] = [
-        {"name": name, "in": "query", "description": text, "schema": _TEXT}
-        for name, text in operation.query.items()
-    ]
+    parameters: list[Json] = []
+    for name, text in operation.query.items():
+        values = operation.choices.get(name)
+        kind = _TEXT if values is None else {"enum": values}
+        parameters.append({"name": name, "in": "query", "description": text, "schema": kind})
     for name in _PATH_PARAMETER.findall(path):
         text = {"type": "string", "minLength": 1}
         parameters.append({"name": name, "in": "path", "required": True, "schema": text})

@@ -14,6 +14,9 @@ from jaxserve.server.request.parse import read_fields
 from jaxserve.server.service import SERVICE, Service
 from jaxserve.server.streaming import WEIGHTS_HEADER, named
 
+PAUSE_MODES, SLEEP_LEVELS = ("keep", "wait"), ("1", "2")
+"""Values of query parameters. The first is the default."""
+
 
 class WeightsRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/weights."""
@@ -94,7 +97,7 @@ async def change(request: web.Request) -> web.Response:
 async def pause(request: web.Request) -> web.Response:
     """POST /pause: runs no more steps. `mode`, as in vLLM: keep (running requests stay as they are)
     or wait (they end first)."""
-    mode = _choice(request, "mode", ("keep", "wait"))
+    mode = _choice(request, "mode", PAUSE_MODES)
     await _refused(_accepting(request).engine.pause(finish=mode == "wait"))
     return json_response(Paused(is_paused=True))
 
@@ -110,7 +113,7 @@ async def is_paused(request: web.Request) -> web.Response:
 
 async def sleep(request: web.Request) -> web.Response:
     """POST /sleep: pauses and frees the KV cache. `level`: 1 keeps the weights, 2 drops them."""
-    level = _choice(request, "level", ("1", "2"))
+    level = _choice(request, "level", SLEEP_LEVELS)
     await _refused(_accepting(request).engine.sleep(drop_weights=level == "2"))
     return json_response(Sleeping(is_sleeping=True))
 

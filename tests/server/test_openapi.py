@@ -147,6 +147,19 @@ async def test_the_description_says_which_values_are_taken(serve: Serve) -> None
     assert chat["audio"] == {"enum": [None]}
 
 
+async def test_the_description_of_admin_routes_says_which_values_are_taken(serve: Serve) -> None:
+    """New weights have the name of a checkpoint, not one of the served names."""
+    url = await serve(FakeEngine(), **KEYED)
+    headers = {"Authorization": "Bearer admin-key"}
+    async with aiohttp.request("GET", f"{url}/openapi.json", headers=headers) as reply:
+        described = json.loads(await reply.read())
+    weights = described["components"]["schemas"]["WeightsRequest"]["properties"]
+    assert weights["model"] == {"type": "string"}
+    (mode,) = described["paths"]["/pause"]["post"]["parameters"]
+    (level,) = described["paths"]["/sleep"]["post"]["parameters"]
+    assert (mode["schema"], level["schema"]) == ({"enum": ["keep", "wait"]}, {"enum": ["1", "2"]})
+
+
 async def test_the_description_says_which_routes_need_a_key(serve: Serve) -> None:
     url = await serve(FakeEngine(), **KEYED, open_metrics=True)
     headers = {"x-api-key": "key"}
