@@ -1,9 +1,9 @@
 """Residual add and RMSNorm with one program per token: the row is read once and stays in
 registers.
 
-A multiprocessor reads 64 bytes from the L2 cache in a cycle, so one takes a microsecond for the
-parts of a row. In a PDL chain on Hopper, the programs of a cluster have pieces of the row, and add
-their sums of squares.
+A multiprocessor reads at most 64 bytes in a cycle from the L2 cache, so alone it takes most of a
+microsecond for the parts of a row. In a PDL chain on Hopper, the programs of a cluster have pieces
+of the row, and add their sums of squares.
 """
 
 from __future__ import annotations
