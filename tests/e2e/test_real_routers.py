@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from tests.e2e.process import FEW_BUCKETS, Server, read_until, start
+from tests.e2e.process import Server, read_until, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -69,10 +69,11 @@ def program(
 
 @pytest.fixture
 def replicas(tmp_path: Path) -> Iterator[tuple[Server, str]]:
-    """One that serves, and the URL of one that has programs to compile first."""
+    """One that serves, and the URL of one that has programs to compile first: those of all buckets,
+    which takes longer than any router needs to notice."""
     with ExitStack() as stack:
         serving = stack.enter_context(Server())
-        process = start(*FEW_BUCKETS, "--cache-dir", str(tmp_path / "empty"))
+        process = start("--cache-dir", str(tmp_path / "empty"))
         stack.callback(process.communicate)
         stack.callback(process.kill)
         yield serving, read_until(process, r"listening on (http[^;\s]+)")[1]
