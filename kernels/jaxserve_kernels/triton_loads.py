@@ -16,3 +16,12 @@ import triton.language as tl
 def all_loaded():
     """True, which the compilers do not know. For grids of at most two dimensions."""
     return tl.program_id(2) == 0
+
+
+@triton.jit
+def added(parts, dtype: tl.constexpr):
+    """The sum of a tuple of partial sums, computed in float32, rounded to `dtype`."""
+    total = parts[0].to(tl.float32)
+    for index in tl.static_range(1, len(parts)):
+        total += parts[index].to(tl.float32)
+    return total.to(dtype)

@@ -28,7 +28,7 @@ _ALONE = 64
 the parts in flight at a time."""
 
 _MOST_PROGRAMS = 8
-"""The largest size of a cluster that every Hopper GPU has."""
+"""The largest cluster that every Hopper GPU runs."""
 
 _HELD = 80
 """The most elements of the parts that a thread has registers for."""

@@ -13,6 +13,7 @@ from jaxserve_kernels.attention_inputs.reference import HeadWeights
 from jaxserve_kernels.gated_attention.reference import PrologueHeads
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_loads import added
 
 _ELEMENTS = 1024
 """Elements per program of the gating."""
@@ -20,22 +21,13 @@ _ELEMENTS = 1024
 
 @triton.jit
 def _load(x_ptr, bias_ptr, at, width: tl.constexpr, parts: tl.constexpr):
-    """The parts of elements `at` of a token's projection, and their bias: see `_sum`."""
+    """The parts of elements `at` of a token's projection, and their bias."""
     found = ()
     for part in tl.static_range(parts):
         found = found + (tl.load(x_ptr + part * tl.num_programs(0) * width + at),)  # noqa: RUF005
     if bias_ptr is not None:
         found = found + (tl.load(bias_ptr + at),)  # noqa: RUF005
     return found
-
-
-@triton.jit
-def _sum(found, dtype: tl.constexpr):
-    """The sum of `_load`'s parts, rounded to `dtype`."""
-    total = found[0].to(tl.float32)
-    for index in tl.static_range(1, len(found)):
-        total += found[index].to(tl.float32)
-    return total.to(dtype)
 
 
 @triton.jit
@@ -78,11 +70,11 @@ def _prologue(
     found = _load(x_ptr + token * width, bias_ptr, first + dim, width, parts)
     found_others = _load(x_ptr + token * width, bias_ptr, first + other, width, parts)
     if head >= made:
-        tl.store(gate_ptr + (token * q_heads + head - made) * DIM + dim, _sum(found, dtype))
+        tl.store(gate_ptr + (token * q_heads + head - made) * DIM + dim, added(found, dtype))
     else:
-        x = _sum(found, dtype)
+        x = added(found, dtype)
         if head < q_heads + kv_heads:
-            y = _sum(found_others, dtype)
+            y = added(found_others, dtype)
             if q_norm_ptr is not None:
                 wide = x.to(tl.float32)
                 scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + eps)

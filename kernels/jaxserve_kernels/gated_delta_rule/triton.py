@@ -27,7 +27,7 @@ from jaxserve_kernels.gated_delta_rule.reference import (
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.triton_loads import all_loaded
+from jaxserve_kernels.triton_loads import added, all_loaded
 
 _COLUMNS, _MANY_COLUMNS, _MANY_HEADS = 32, 64, 768
 """State columns of a program. Columns do not depend on each other. With 128 state rows, 32 columns
@@ -175,10 +175,7 @@ def _norm(
         own = z_ptr + (part * tl.num_programs(0) + token + 1) * columns - heads * DIM + at
         found = found + (tl.load(own, volatile=True),)  # noqa: RUF005
     if all_loaded():
-        z = tl.zeros([HEADS, DIM], tl.float32)
-        for part in tl.static_range(parts):
-            z += found[part]
-        z = z.to(dtype).to(tl.float32)  # rounded where the reference rounds
+        z = added(found, dtype).to(tl.float32)
         wide = x.to(tl.float32)
         wide *= tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
         wide = (wide.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)

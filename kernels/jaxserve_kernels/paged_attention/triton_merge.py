@@ -15,6 +15,7 @@ from jaxserve_kernels.paged_attention.config import Config, HopperConfig
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_loads import added
 
 _MERGED = 32
 """Rows of parts that a program of `_merge_many` holds."""
@@ -80,10 +81,7 @@ def _merge(
 @triton.jit
 def _sigmoid(parts, dtype: tl.constexpr):
     """The sigmoid of a sum of parts. Both are rounded to `dtype`."""
-    total = parts[0].to(tl.float32)
-    for index in tl.static_range(1, len(parts)):
-        total += parts[index].to(tl.float32)
-    return (1.0 / (1.0 + tl.exp(-total.to(dtype).to(tl.float32)))).to(dtype)
+    return (1.0 / (1.0 + tl.exp(-added(parts, dtype).to(tl.float32)))).to(dtype)
 
 
 @triton.jit

@@ -68,10 +68,11 @@ def _of_row(x, row, index: gl.constexpr):
 
 
 @gluon.jit
-def _head_weights(norm_ptrs, cos_ptr, sin_ptr, token, is_query, dim, half: gl.constexpr):
+def _head_weights(
+    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, is_query, dim, half: gl.constexpr
+):  # fmt: skip
     """Loads what no earlier kernel writes: norm weights of both halves, cosines and sines. Only the
     first `half` dimensions of a head, and the `half` that follow, are rotated."""
-    q_norm_ptr, k_norm_ptr = norm_ptrs
     norms = ()
     if q_norm_ptr is not None:
         for side in gl.static_range(2):
@@ -229,8 +230,8 @@ def _attend(
     head = gl.where(row < group, (1 + GATED) * (kv_head * group + row), queries + kv_head)
     column = (head + gl.where(is_value, kv_heads, 0)) * DIM + dim
     norms, cos, sin = _head_weights(
-        (q_norm_ptr, k_norm_ptr), cos_ptr, sin_ptr, token, row < group, dim, HALF
-    )
+        q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, row < group, dim, HALF
+    )  # fmt: skip
     low = gl.zeros([ROWS, GROUPS, HALF], gl.float32, flat)
     high = low
     if bias_ptr is not None:
@@ -344,7 +345,7 @@ def attend(
     parts, tokens, width = qkv.shape
     q_heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
     num_tiles = tiles.first.shape[0]
-    keys = block_keys(head_dim)
+    keys = _block_keys(head_dim)
     cache = jax.new_ref(kv)
     out, *sums = triton_call(
         qkv, cache, layer * num_pages, *heads.of_inputs, *tables, *slots, page_table, *tiles[:4],
@@ -372,6 +373,6 @@ def attend(
     return out, jax.freeze(cache)
 
 
-def block_keys(head_dim: int) -> int:
+def _block_keys(head_dim: int) -> int:
     """Keys per block: those of a page, or half of one where two pages would fill a ring."""
     return _PAGE if head_dim <= 128 else _PAGE // 2
