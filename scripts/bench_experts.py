@@ -60,10 +60,20 @@ MOST_ERROR = 2e-2
 """Of a result of several layers, relative: rounding of hidden and of parts to bfloat16, which a
 token whose experts are nearly as good does not see, because routes are given."""
 
+
+def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
+    """Returns the weight with a scale for each 128 inputs of a row, as checkpoints in fp8 have."""
+    grouped = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, 128)
+    scale = jnp.max(jnp.abs(grouped), axis=-1) / 448
+    codes = (grouped / scale[..., None]).astype(jnp.float8_e4m3fn)
+    return weights.pack_fp8(codes.reshape(weight.shape), scale)
+
+
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda weight: weight,
     "int4": weights.quantize_int4,
     "fp8": weights.quantize_fp8,
+    "fp8-blocks": fp8_in_blocks,
     "mxfp4": weights.quantize_mxfp4,
 }
 
@@ -357,11 +367,18 @@ def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Ta
 
 
 def profile(built: Built) -> dict[str, float]:
-    """Returns the microseconds per layer of each kernel."""
+    """Returns the microseconds per layer of each kernel; of one that a layer has several times,
+    those of its first, second and so on."""
     times: dict[str, list[float]] = collections.defaultdict(list)
     for each in kernel_runs(lambda: built.program(*built.args)):
         times[each.name].append(each.us)
-    return {name: round(median(each), 2) for name, each in sorted(times.items())}
+    found = {}
+    for name, runs in sorted(times.items()):
+        count = max(1, len(runs) // built.layers)
+        for index in range(count):
+            label = name if count == 1 else f"{name} {index + 1}"
+            found[label] = round(median(runs[index::count]), 2)
+    return found
 
 
 def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -> dict[str, Any]:

@@ -48,14 +48,14 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def tma_blocks(
-    rows: int, columns: int, *, dtype: str = "bf16", bits: int = 16, swizzle: int = 128
-) -> str:
-    """The type of a tensor that a kernel copies blocks of by TMA."""
+def tma_blocks(*shape: int, dtype: str = "bf16", bits: int = 16, swizzle: int = 128) -> str:
+    """The type of a tensor that a kernel copies blocks of that shape of by TMA."""
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
-    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(shape)
+    )
+    return f"tensordesc<{dtype}{list(shape)},{layout!r}>"
 
 
 def ptxas_report(kernel: Any, folder: Path) -> str:

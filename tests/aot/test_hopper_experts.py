@@ -16,36 +16,50 @@ QWEN, GPT_OSS = (2048, 768), (2880, 2880)
 
 def compiled(name: str, sizes: tuple[int, int], *, gated: bool) -> Any:
     from jaxserve_kernels.experts.hopper import _program
-    from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, ROWS
+    from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, PANEL, ROWS
 
     embed, width = sizes
     n, k = (width, embed) if gated else (embed, width)
     rows = 2 * n if gated else n
-    words = 64 if name in ("fp8", "int8") else 32
+    in_bytes = name.startswith("fp8")
+    words = 64 if in_bytes or name == "int8" else 32
     plain = name == "bf16"
     oss = sizes == GPT_OSS
     padded = k if plain else k + -k % 128
+    scales = "*fp32"
+    if name in ("int4", "mxfp4", "fp8-blocks"):
+        dtype = "u32" if name == "mxfp4" else "fp32"
+        scales = tma_blocks(64, dtype=dtype, bits=32, swizzle=0)
+    if gated:
+        tokens = "*fp8e4nv" if in_bytes else "*bf16"
+    elif in_bytes:
+        tokens = tma_blocks(BOX, PANEL, dtype="fp8e4nv", bits=8)
+    else:
+        tokens = tma_blocks(BOX, DEPTH)
     types = {
-        "x": "*bf16" if gated else tma_blocks(BOX, DEPTH),
+        "x": tokens,
         "w": tma_blocks(ROWS, DEPTH)
         if plain
         else tma_blocks(64, words, dtype="u16", swizzle=2 * words),
-        "scale_ptr": "*u32" if name == "mxfp4" else "*fp32",
-        "bias_ptr": "*bf16", "weights_ptr": "*fp32", "tokens": "i32", "out_ptr": "*bf16",
+        "scales": scales, "zeros": scales,
+        "bias_ptr": "*bf16", "weights_ptr": "*fp32", "token_scale_ptr": "*fp32",
+        "tokens": "i32", "out_ptr": "*bf16",
     }  # fmt: skip
     constants = {
         "count": 229, "columns": -(-n // (128 if gated else 256)), "step": 128 if gated else 256,
         "second": n if gated else 128, "rows": rows, "all_rows": 128 * rows, "n": n, "inputs": k,
-        "k": padded, "choices": 8, "STAGES": 4 if plain else 3, "BIAS": oss,
-        "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name],
-        "GROUP": 128 if name == "int4" else padded, "ZERO": 0, "UNPACK": None,
+        "k": padded, "choices": 8, "STAGES": 4 if plain or in_bytes else 3, "BIAS": oss,
+        "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name.removesuffix("-blocks")],
+        "GROUP": 128 if name in ("int4", "fp8-blocks") else padded, "ZERO": 0, "UNPACK": None,
     }  # fmt: skip
     return compile_kernel(_program, types, constants)
 
 
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
     ("bf16", QWEN, True, 0), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 0),
-    ("int4", QWEN, True, 64), ("fp8", QWEN, False, 64), ("mxfp4", GPT_OSS, True, 64),
+    ("int4", QWEN, True, 64), ("int4", QWEN, False, 64), ("int8", QWEN, False, 64),
+    ("mxfp4", GPT_OSS, True, 64), ("fp8", QWEN, True, 0), ("fp8", QWEN, False, 0),
+    ("fp8-blocks", QWEN, True, 8), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
 def test_the_program_fits_and_its_products_do_not_wait(
     name: str, sizes: tuple[int, int], gated: bool, spilled: int, tmp_path: Path

@@ -21,6 +21,7 @@ class Limits(NamedTuple):
 
     most_parts_tokens: int
     hopper_tokens: int
+    hopper_tokens_e4m3: int
     few_tokens: int
     scored_tokens: int
     ordered_tokens: int
@@ -71,22 +72,32 @@ def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) ->
     """Returns why `hopper` cannot take x [tokens, embed] and ids [tokens, k]; None if it can."""
     if target.pdl:
         return Refusal("not with programmatic dependent launch")
-    least = limits_of(target).hopper_tokens
+    limits = limits_of(target)
+    gate_up = stacked(w.gate_up)
+    in_bytes = gate_up is not None and tokens_in_bytes(gate_up)
+    least = limits.hopper_tokens_e4m3 if in_bytes else limits.hopper_tokens
     if ids.size < least * w.gate_up.shape[0]:
         return Refusal(f"fewer than {least} tokens for each expert")
     if x.dtype != jnp.bfloat16:
         return Refusal("not in bfloat16")
     if x.shape[1] % 64 or w.width % 64:
         return Refusal("not whole tiles of 64 inputs")
-    return _not_on_hopper(w.gate_up) or _not_on_hopper(w.down)
+    return _not_on_hopper(w.gate_up, x.shape[1]) or _not_on_hopper(w.down, w.width)
 
 
-def _not_on_hopper(weight: Any) -> Refusal | None:
+def tokens_in_bytes(weight: Stacked) -> bool:
+    """Whether `hopper` multiplies a weight with tokens in e4m3, each with one scale."""
+    return weight.operand is not None and weight.operand.kind is Kind.FP8
+
+
+def _not_on_hopper(weight: Any, inputs: int) -> Refusal | None:
     if not is_quantized(weight):
         return None if weight.dtype == jnp.bfloat16 else Refusal("not in bfloat16")
     found = stacked(weight)
     if found is None or found.operand is None or found.operand.kind is Kind.NVFP4:
         return Refusal("written for codes with scales of 32 inputs or more")
+    if tokens_in_bytes(found) and weight.shape[-1] > inputs:
+        return Refusal("e4m3 tokens with fewer inputs than the weight")
     small = found.operand.kind is Kind.INT4 and found.operand.group < 128
     return Refusal("integers in groups of fewer than 128") if small else None
 

@@ -26,20 +26,35 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
-from jaxserve_kernels.experts.config import most_blocks
-from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS, block_at, copy
-from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, plain_sums
+from jaxserve_kernels.experts.config import most_blocks, tokens_in_bytes
+from jaxserve_kernels.experts.hopper_copy import (
+    BOX,
+    DEPTH,
+    MAIN,
+    PANEL,
+    ROWS,
+    TILES,
+    block_at,
+    copy,
+)
+from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, shared_sums
 from jaxserve_kernels.experts.types import (
     SWIGLU_OSS_ALPHA,
     SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
     Order,
+    Stacked,
     stacked,
 )
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order as TokenOrder
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
+from jaxserve_kernels.weights import Kind
 
 TOKENS = MAIN + BOX
 """The most tokens of a tile."""
@@ -47,10 +62,12 @@ _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
+_PANEL = gl.constexpr(PANEL)
 _ROWS = gl.constexpr(ROWS)
 _DOWN = gl.constexpr(0)
 """Values of GATED beside those of `activation.gating`: down product, gpt-oss's activation."""
 _OSS = gl.constexpr(3)
+_INT4 = gl.constexpr(INT4.value)
 _ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
 _LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 
@@ -97,22 +114,31 @@ def _gated(gate, up, GATED: gl.constexpr):
 
 @gluon.jit
 def _places(
-    order_ptr, weights_ptr, first, end, tokens, choices: gl.constexpr,
-    TOKENS: gl.constexpr, GATED: gl.constexpr,
+    lists, first, end, tokens, choices: gl.constexpr,
+    TOKENS: gl.constexpr, GATED: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Result rows of the pairs from `first` on, -1 past the last one, and the pairs' weights.
+    """Result rows of the pairs from `first` on, -1 past the last one; the pairs' weights; and the
+    scales of their tokens, if these are in bytes.
 
     The result of down is in the order of choice and token, that of gate and up in expert order.
     """
+    order_ptr, weights_ptr, token_scale_ptr = lists
     place = first + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
     there = place < end
     factor = 1.0
+    scale = 1.0
     row = place
-    if GATED == _DOWN:
+    of_scale = place
+    if GATED == _DOWN or BYTES:
         pair = gl.load(order_ptr + place, mask=there, other=0)
-        factor = gl.load(weights_ptr + pair, mask=there, other=0.0)
-        row = (pair % choices) * tokens + pair // choices
-    return gl.where(there, row, -1), factor
+        if GATED == _DOWN:
+            factor = gl.load(weights_ptr + pair, mask=there, other=0.0)
+            row = (pair % choices) * tokens + pair // choices
+        else:
+            of_scale = pair // choices
+    if BYTES:
+        scale = gl.load(token_scale_ptr + of_scale, mask=there, other=0.0)
+    return gl.where(there, row, -1), factor, scale
 
 
 @gluon.jit
@@ -129,13 +155,19 @@ def _store(values, out_ptr, rows, column, n: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    left, right, out_ptr, places, column, second: gl.constexpr,
-    n: gl.constexpr, GATED: gl.constexpr,
+    left, right, out_ptr, bias_ptr, places, column, second: gl.constexpr,
+    n: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Stores the results of both halves of a tile, from their sums [HALF, tokens]."""
+    of_token: gl.constexpr = gl.SliceLayout(0, left.type.layout)
+    if BYTES:
+        scale = gl.expand_dims(gl.convert_layout(places[2], of_token), 0)
+        left, right = left * scale, right * scale
+    if BIAS:
+        left = _biased(left, bias_ptr, column, n)
+        right = _biased(right, bias_ptr, column + second, n if GATED == _DOWN else n + second)
     if GATED == _DOWN:
-        factor = gl.convert_layout(places[1], gl.SliceLayout(0, left.type.layout))
-        factor = gl.expand_dims(factor, 0)
+        factor = gl.expand_dims(gl.convert_layout(places[1], of_token), 0)
         _store(left * factor, out_ptr, places[0], column, n)
         _store(right * factor, out_ptr, places[0], column + second, n)
     else:
@@ -159,9 +191,9 @@ def _halves(values):
 @gluon.jit
 def _multiply_tile(
     part: gl.constexpr,
-    x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, order_ptr, weights_ptr,
-    out_ptr, at, expert, begin, end, column, tokens, second: gl.constexpr, rows: gl.constexpr,
-    all_rows: gl.constexpr, n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    rings, scale_ptr, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
+    second: gl.constexpr, rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr,
+    k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
@@ -171,46 +203,43 @@ def _multiply_tile(
     `second` rows after the first. TAIL: the tile has one box of tokens more.
     """
     QUARTER: gl.constexpr = _MAIN // 2
+    BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
     column += part * HALF
-    first = _places(order_ptr, weights_ptr, begin, end, tokens, choices, QUARTER, GATED)
-    then = _places(order_ptr, weights_ptr, begin + QUARTER, end, tokens, choices, QUARTER, GATED)
+    first = _places(lists, begin, end, tokens, choices, QUARTER, GATED, BYTES)
+    then = _places(lists, begin + QUARTER, end, tokens, choices, QUARTER, GATED, BYTES)
     last = first
     if TAIL:
-        last = _places(order_ptr, weights_ptr, begin + _MAIN, end, tokens, choices, _BOX, GATED)
-    if KIND == PLAIN:
-        left, right, short_left, short_right, at = plain_sums(
-            part, x_ring, t_ring, w_ring, ready, free, at, k, STAGES, TAIL
+        last = _places(lists, begin + _MAIN, end, tokens, choices, _BOX, GATED, BYTES)
+    row = expert * rows + column
+    left_tile = gl.minimum(row, all_rows - 64) // 64
+    right_tile = gl.minimum(row + second, all_rows - 64) // 64
+    if KIND == PLAIN or BYTES:
+        left, right, short_left, short_right, at = shared_sums(
+            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TAIL, KIND, GROUP
         )
     else:
-        row = expert * rows + column
-        left_tile = gl.minimum(row, all_rows - 64) // 64
-        right_tile = gl.minimum(row + second, all_rows - 64) // 64
         left, right, short_left, short_right, at = code_sums(
-            part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, left_tile, right_tile,
-            at, k, STAGES, TAIL, KIND, GROUP, ZERO, UNPACK,
+            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TAIL, KIND, GROUP, ZERO,
+            UNPACK,
         )  # fmt: skip
-    if BIAS:
-        bound: gl.constexpr = n if GATED == _DOWN else n + second
-        bias_ptr += expert * rows
-        left = _biased(left, bias_ptr, column, n)
-        right = _biased(right, bias_ptr, column + second, bound)
-        if TAIL:
-            short_left = _biased(short_left, bias_ptr, column, n)
-            short_right = _biased(short_right, bias_ptr, column + second, bound)
+    bias_ptr += expert * rows
     if TAIL:
-        _finish(short_left, short_right, out_ptr, last, column, second, n, GATED)
+        _finish(
+            short_left, short_right, out_ptr, bias_ptr, last, column, second, n, GATED, BIAS, BYTES
+        )
     left_first, left_then = _halves(left)
     right_first, right_then = _halves(right)
-    _finish(left_first, right_first, out_ptr, first, column, second, n, GATED)
-    _finish(left_then, right_then, out_ptr, then, column, second, n, GATED)
+    _finish(
+        left_first, right_first, out_ptr, bias_ptr, first, column, second, n, GATED, BIAS, BYTES
+    )
+    _finish(left_then, right_then, out_ptr, bias_ptr, then, column, second, n, GATED, BIAS, BYTES)
     return at
 
 
 @gluon.jit
 def _multiply(
     part: gl.constexpr,
-    x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr,
-    weights_ptr, out_ptr, tokens,
+    rings, scale_ptr, bias_ptr, block_ptr, lists, out_ptr, tokens,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
@@ -224,68 +253,77 @@ def _multiply(
         # The next tile's block is loaded while this tile is multiplied.
         later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
         column = tile % columns * step
-        if end - begin > _MAIN:
-            at = _multiply_tile(
-                part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
-                order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
-                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK, True,
-            )  # fmt: skip
-        else:
-            at = _multiply_tile(
-                part, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr,
-                order_ptr, weights_ptr, out_ptr, at, expert, begin, end, column, tokens, second,
-                rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
-                False,
-            )  # fmt: skip
+        for tail in gl.static_range(2):
+            if (end - begin > _MAIN) == (tail == 1):
+                at = _multiply_tile(
+                    part, rings, scale_ptr, bias_ptr, lists, out_ptr, at, expert, begin, end,
+                    column, tokens, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
+                    KIND, GROUP, ZERO, UNPACK, tail == 1,
+                )  # fmt: skip
         expert, begin, end = later
 
 
 @gluon.jit
 def _program(
-    x, w, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr, weights_ptr, tokens, out_ptr,
+    x, w, scales, zeros, bias_ptr, block_ptr, order_ptr, weights_ptr, token_scale_ptr, tokens,
+    out_ptr,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
-    """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them."""
+    """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them.
+    scales: those of rows, or tiles of those of groups."""
     gather: gl.constexpr = GATED != _DOWN
-    panels: gl.constexpr = 1 if KIND == PLAIN else 2
-    panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    grouped: gl.constexpr = KIND >= _INT4 or (KIND != PLAIN and k > GROUP)
+    dtype: gl.constexpr = x.dtype.element_ty if gather else x.dtype
+    bits: gl.constexpr = 8 if dtype == gl.float8e4nv else 16
+    panel: gl.constexpr = gl.NVMMASharedLayout(128, bits, rank=2)
+    depth: gl.constexpr = _PANEL * 8 // bits
+    panels: gl.constexpr = 1 if KIND == PLAIN else 128 // depth
     places: gl.constexpr = STAGES * panels
-    boxes = gl.allocate_shared_memory(gl.bfloat16, [places * _BOXES, _BOX, _DEPTH], panel)
-    t_ring = gl.allocate_shared_memory(gl.bfloat16, [places, _BOX, _DEPTH], panel)
-    x_ring = boxes.reinterpret(gl.bfloat16, [places, _MAIN, _DEPTH], panel)
+    boxes = gl.allocate_shared_memory(dtype, [places * _BOXES, _BOX, depth], panel)
+    t_ring = gl.allocate_shared_memory(dtype, [places, _BOX, depth], panel)
+    x_ring = boxes.reinterpret(dtype, [places, _MAIN, depth], panel)
     if KIND == PLAIN:
         weight: gl.constexpr = 2 * _ROWS * _DEPTH * 2
         w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * _ROWS, _DEPTH], w.layout)
     else:
-        weight: gl.constexpr = 2 * _ROWS * w.block_shape[1] * 2
+        arrays: gl.constexpr = 1 + ZERO if grouped else 0  # of four bytes for each row
+        weight: gl.constexpr = 2 * _ROWS * (w.block_shape[1] * 2 + arrays * 4)
         w_ring = gl.allocate_shared_memory(
-            w.dtype, [STAGES * (_ROWS // 32), 64, w.block_shape[1]], w.layout
+            w.dtype, [STAGES * TILES, 64, w.block_shape[1]], w.layout
         )
+    s_ring, z_ring = w_ring, w_ring
+    if grouped:
+        s_ring = gl.allocate_shared_memory(scales.dtype, [STAGES * TILES, 64], scales.layout)
+    if ZERO:
+        z_ring = gl.allocate_shared_memory(zeros.dtype, [STAGES * TILES, 64], zeros.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=2 if gather else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
+    rings = (x_ring, t_ring, w_ring, s_ring, z_ring, ready, free)
+    filled = (boxes, t_ring, w_ring, s_ring, z_ring, ready, free)
+    lists = (order_ptr, weights_ptr, token_scale_ptr)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
-                order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
-                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
+                0, rings, scales, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
+                columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND,
+                GROUP, ZERO, UNPACK,
             )),
             (_multiply, (
-                1, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, bias_ptr, block_ptr,
-                order_ptr, weights_ptr, out_ptr, tokens, count, columns, step, second, rows,
-                all_rows, n, k, choices, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
+                1, rings, scales, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
+                columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND,
+                GROUP, ZERO, UNPACK,
             )),
             (copy, (
-                x, w, boxes, t_ring, w_ring, ready, free, block_ptr, order_ptr, count, columns,
-                step, second, rows, inputs, k, choices, gather, weight, panels, STAGES,
+                (x, w, scales, zeros), filled, block_ptr, order_ptr, count, columns, step,
+                second, rows, inputs, k, choices, gather, grouped, ZERO, weight, panels, STAGES,
             )),
         ],
         [4, 4 if gather else 1],
@@ -341,20 +379,26 @@ def _product(
     count, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
-    codes, scale, zero = found.arrays
+    codes, scale, _ = found.arrays
+    own, token_scale, bits = x, scale, 16
     if found.operand is None:
         constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
         shape, box = (count * rows, k), (ROWS, DEPTH)
     else:
         constants = {**found.operand.constants, "STAGES": 3}
         shape, box = (-1, codes.shape[-1]), (64, codes.shape[-1])
+    if tokens_in_bytes(found):
+        form = TokenFormat(jnp.float8_e4m3fn, TokenOrder.BYTES, 0, x.shape[0])
+        own, token_scale, _ = quantized(x, form, target=target)
+        constants["STAGES"], bits = 4, 8
     step = ROWS if gated else 2 * ROWS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
     return triton_call(
-        x if gated else tensor_descriptor(x, (BOX, DEPTH), _layout(DEPTH)),
-        tensor_descriptor(codes.reshape(shape), box, _layout(box[1])),
-        scale, zero, weights if bias is None else bias, blocks, order, weights, tokens,
+        own if gated else tensor_descriptor(own, (BOX, PANEL * 8 // bits), _layout(PANEL, bits)),
+        tensor_descriptor(codes.reshape(shape), box, _layout(2 * box[1])),
+        *_scales(found, k), weights if bias is None else bias, blocks, order, weights, token_scale,
+        tokens,
         kernel=_program,
         name=f"experts_{'gate_up' if gated else 'down'}_hopper",
         target=target,
@@ -367,6 +411,17 @@ def _product(
     )  # fmt: skip
 
 
-def _layout(words: int) -> Any:
-    """Shared memory layout of rows of `words` 16-bit words."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=2 * words, element_bitwidth=16, rank=2)
+def _scales(weight: Stacked, inputs: int) -> tuple[Any, Any]:
+    """Scales and zero points of a weight: of rows as arrays, of groups as tiles of 64 rows."""
+    _, scale, zero = weight.arrays
+    known = weight.operand
+    if known is None or (known.kind < Kind.INT4 and known.group == inputs):
+        return scale, zero
+    tile = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    first, second = scale.reshape(-1), zero.reshape(-1)
+    return tensor_descriptor(first, (64,), tile), tensor_descriptor(second, (64,), tile)
+
+
+def _layout(size: int, bits: int = 16) -> Any:
+    """Shared memory layout of rows of `size` bytes, with elements of `bits` bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=size, element_bitwidth=bits, rank=2)

@@ -13,12 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS
+from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS, TILES
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, INT8, MXFP4, OTHER
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     MXFP4_POWER,
     e2m1_times,
-    e4m3_pair,
     each,
     int8_pair,
     less_zero,
@@ -32,12 +31,6 @@ _DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
 HALF = gl.constexpr(ROWS // 2)
 """Rows of a warpgroup, of either half of a tile."""
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]))
-SHORT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BOX, 16]))
-"""Layouts of sums: of the MAIN tokens that each tile has, and of the BOX more that it may have."""
-_LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
-_SHORT_LEFT = gl.constexpr(gl.DotOperandLayout(0, SHORT.value, 2))
-_ROW = gl.constexpr(gl.SliceLayout(1, _LEFT.value))
 PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
 _OTHER = gl.constexpr(OTHER.value)
@@ -47,117 +40,173 @@ _MXFP4 = gl.constexpr(MXFP4.value)
 
 
 @gluon.jit
-def plain_sums(
-    part: gl.constexpr, x_ring, t_ring, w_ring, ready, free, at,
-    k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
+def shared_sums(
+    part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
+    k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of both halves of a tile, [HALF, _MAIN] and [HALF, _BOX], from step `at` of
-    the rings on; and the step after the tile."""
-    left = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
-    right = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, SHORT)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, SHORT)
-    for step in range(k // _DEPTH):
+    """Returns the sums of both halves of a tile, [HALF, _MAIN] and, with TAIL, [HALF, _BOX], from
+    step `at` of the rings on; and the step after the tile. The tensor cores read the weights from
+    the rings: bfloat16, or fp8 codes with a scale per row or per 128 inputs. A step is a panel of
+    tokens.
+
+    Before the products of a group of inputs are added, sums are divided by the group's scale, so
+    that one accumulator is enough.
+    """
+    x_ring, t_ring, w_ring, s_ring, _, ready, free = rings
+    inputs: gl.constexpr = 16 if KIND == PLAIN else 32  # of the tensor cores' products
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MAIN, inputs])
+    short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, inputs])
+    groups: gl.constexpr = k // GROUP
+    steps: gl.constexpr = k // t_ring.shape[2]
+    left = gl.zeros([HALF, _MAIN], gl.float32, layout)
+    right = gl.zeros([HALF, _MAIN], gl.float32, layout)
+    short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    left_scale = gl.full([HALF], 1.0, gl.float32, row)
+    right_scale = left_scale
+    for step in range(steps):
         stage = at % STAGES
         mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        if groups > 1:
+            scale = _divisor(s_ring.index(stage * TILES + part).load(row))
+            left, short_left = _times(left, short_left, left_scale / scale)
+            left_scale = scale
+            scale = _divisor(s_ring.index(stage * TILES + TILES // 2 + part).load(row))
+            right, short_right = _times(right, short_right, right_scale / scale)
+            right_scale = scale
         x = x_ring.index(stage).permute((1, 0))
-        w_left = w_ring.index(stage).slice(part * HALF, HALF, dim=0)
-        w_right = w_ring.index(stage).slice(_ROWS + part * HALF, HALF, dim=0)
+        w_left = _weight_rows(w_ring, stage, 0, part)
+        w_right = _weight_rows(w_ring, stage, 1, part)
         left = warpgroup_mma(w_left, x, left, is_async=True)
         right = warpgroup_mma(w_right, x, right, is_async=True)
         if TAIL:
             x = t_ring.index(stage).permute((1, 0))
             short_left = warpgroup_mma(w_left, x, short_left, is_async=True)
             short_right = warpgroup_mma(w_right, x, short_right, is_async=True)
-            left, right, short_left, short_right = warpgroup_mma_wait(
-                4, deps=[left, right, short_left, short_right]
-            )
-        else:
-            left, right = warpgroup_mma_wait(2, deps=[left, right])
-        # The products of the previous step are done, so its ring stage is free.
-        mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
-        at += 1
-    if TAIL:
-        left, right, short_left, short_right = warpgroup_mma_wait(
-            0, deps=[left, right, short_left, short_right]
+        # Sums that are not divided wait for the products of the previous step only.
+        behind: gl.constexpr = 0 if groups > 1 else 4 if TAIL else 2
+        left, right, short_left, short_right = _waited(
+            left, right, short_left, short_right, behind, TAIL
         )
-    else:
-        left, right = warpgroup_mma_wait(0, deps=[left, right])
-    mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+        if groups > 1:
+            mbarrier.arrive(free.index(stage), count=1)
+        else:
+            mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        at += 1
+    if groups == 1:
+        left, right, short_left, short_right = _waited(
+            left, right, short_left, short_right, 0, TAIL
+        )
+        mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
+        if KIND != PLAIN:
+            at_row = scale_ptr + gl.arange(0, HALF, row)
+            left_scale = gl.load(at_row + left_tile * 64)
+            right_scale = gl.load(at_row + right_tile * 64)
+    if KIND != PLAIN:
+        left, short_left = _times(left, short_left, left_scale)
+        right, short_right = _times(right, short_right, right_scale)
     return left, right, short_left, short_right, at
 
 
 @gluon.jit
+def _weight_rows(w_ring, stage, half: gl.constexpr, part: gl.constexpr):
+    """The rows of a warpgroup in one half of a stage: [HALF, 64] in bfloat16, [HALF, 128] in
+    e4m3."""
+    if w_ring.dtype == gl.bfloat16:
+        rows = w_ring.index(stage).slice(half * _ROWS + part * HALF, HALF, dim=0)
+    else:
+        by_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+        rows = w_ring.index(stage * TILES + half * (TILES // 2) + part)
+        rows = rows.reinterpret(gl.float8e4nv, [HALF, 128], by_bytes)
+    return rows
+
+
+@gluon.jit
+def _waited(left, right, short_left, short_right, behind: gl.constexpr, TAIL: gl.constexpr):
+    """The sums after all products but the last `behind` are done."""
+    if TAIL:
+        left, right, short_left, short_right = warpgroup_mma_wait(
+            behind, deps=[left, right, short_left, short_right]
+        )
+    else:
+        left, right = warpgroup_mma_wait(behind, deps=[left, right])
+    return left, right, short_left, short_right
+
+
+@gluon.jit
+def _divisor(scale):
+    """Scales of rows, at least so large that sums can be divided by them."""
+    return gl.where(gl.abs(scale) < 1e-18, 1e-18, scale)
+
+
+@gluon.jit
 def code_sums(
-    part: gl.constexpr, x_ring, t_ring, w_ring, ready, free, scale_ptr, zero_ptr, left_tile,
-    right_tile, at, k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
+    part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
+    k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """`plain_sums` of codes, with a scale per 128 inputs or per row. The tiles of codes are those
+    """`shared_sums` of codes, with a scale per 128 inputs or per row. The tiles of codes are those
     of the warpgroup's rows. While one warpgroup converts codes, the other one multiplies."""
+    _, _, _, _, _, ready, free = rings
     SCALED: gl.constexpr = KIND >= _INT4 or k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
-    left = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
-    right = gl.zeros([HALF, _MAIN], gl.float32, LAYOUT)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, SHORT)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, SHORT)
-    left_at = left_tile * (steps * 64) + gl.arange(0, 64, _ROW)
-    right_at = right_tile * (steps * 64) + gl.arange(0, 64, _ROW)
-    left_scales = _scales(scale_ptr, zero_ptr, left_at, 0, SCALED, ZERO)
-    right_scales = _scales(scale_ptr, zero_ptr, right_at, 0, SCALED, ZERO)
-    for step in range(steps):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MAIN, 16])
+    short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 16])
+    left = gl.zeros([HALF, _MAIN], gl.float32, layout)
+    right = gl.zeros([HALF, _MAIN], gl.float32, layout)
+    short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    for _ in range(steps):
         stage = at % STAGES
-        later = gl.minimum(step + 1, steps - 1)
-        left_later = _scales(scale_ptr, zero_ptr, left_at, later, SCALED, ZERO)
-        right_later = _scales(scale_ptr, zero_ptr, right_at, later, SCALED, ZERO)
         mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
         left, short_left = _add_codes(
-            w_ring.index(stage * (_ROWS // 32) + part), left_scales, x_ring, t_ring, stage,
+            rings, stage, stage * TILES + part,
             left, short_left, TAIL, KIND, SCALED, ZERO, UNPACK,
         )  # fmt: skip
         right, short_right = _add_codes(
-            w_ring.index(stage * (_ROWS // 32) + _ROWS // 64 + part), right_scales, x_ring, t_ring,
-            stage, right, short_right, TAIL, KIND, SCALED, ZERO, UNPACK,
+            rings, stage, stage * TILES + TILES // 2 + part,
+            right, short_right, TAIL, KIND, SCALED, ZERO, UNPACK,
         )  # fmt: skip
         mbarrier.arrive(free.index(stage), count=1)
-        left_scales, right_scales = left_later, right_later
         at += 1
     if KIND == _MXFP4:
         left, right = left * MXFP4_POWER, right * MXFP4_POWER
         short_left, short_right = short_left * MXFP4_POWER, short_right * MXFP4_POWER
     elif not SCALED:
-        left, short_left = _of_rows(left, short_left, scale_ptr + left_tile * 64)
-        right, short_right = _of_rows(right, short_right, scale_ptr + right_tile * 64)
+        row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+        left, short_left = _times(left, short_left, gl.load(scale_ptr + left_tile * 64 + row))
+        right, short_right = _times(right, short_right, gl.load(scale_ptr + right_tile * 64 + row))
     return left, right, short_left, short_right, at
 
 
 @gluon.jit
-def _scales(scale_ptr, zero_ptr, at, step, SCALED: gl.constexpr, ZERO: gl.constexpr):
-    """Scales and zero points of a step."""
-    scale = 1.0
-    if SCALED:
-        scale = gl.load(scale_ptr + at + step * 64)
-    zero = 8.0
-    if ZERO:
-        zero = gl.load(zero_ptr + at + step * 64)
-    return scale, zero
-
-
-@gluon.jit
-def _of_rows(main, short, scale_ptr):
-    scale = gl.load(scale_ptr + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
-    again = gl.convert_layout(scale, gl.SliceLayout(1, SHORT), assert_trivial=True)
-    return main * gl.expand_dims(scale, 1), short * gl.expand_dims(again, 1)
+def _times(main, short, rows):
+    """Multiplies sums by a factor for each row."""
+    again = gl.convert_layout(rows, gl.SliceLayout(1, short.type.layout), assert_trivial=True)
+    return main * gl.expand_dims(rows, 1), short * gl.expand_dims(again, 1)
 
 
 @gluon.jit
 def _add_codes(
-    codes, scales, x_ring, t_ring, stage, main, short,
+    rings, stage, tile, main, short,
     TAIL: gl.constexpr, KIND: gl.constexpr, SCALED: gl.constexpr,
     ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of 128 inputs of codes to main and short."""
-    planes = _unpacked(codes.load(_LEFT), scales, KIND, SCALED, ZERO, UNPACK)
+    """Adds the products of a tile of codes, 128 inputs, to main and short."""
+    x_ring, t_ring, w_ring, s_ring, z_ring, _, _ = rings
+    operand: gl.constexpr = gl.DotOperandLayout(0, main.type.layout, 2)
+    short_operand: gl.constexpr = gl.DotOperandLayout(0, short.type.layout, 2)
+    row: gl.constexpr = gl.SliceLayout(1, operand)
+    codes = w_ring.index(tile)
+    scale = 1.0
+    if SCALED:
+        scale = s_ring.index(tile).load(row)
+    zero = 8.0
+    if ZERO:
+        zero = z_ring.index(tile).load(row)
+    planes = _unpacked(codes.load(operand), scale, zero, KIND, SCALED, ZERO, UNPACK)
     width: gl.constexpr = codes.shape[1]
     for plane in gl.static_range(128 // width):
         panel = stage * 2 + plane * width // _DEPTH
@@ -165,7 +214,7 @@ def _add_codes(
         main = warpgroup_mma(planes[plane], x.permute((1, 0)), main, is_async=True)
         if TAIL:
             x = t_ring.index(panel).slice(plane * width % _DEPTH, width, dim=1)
-            again = gl.convert_layout(planes[plane], _SHORT_LEFT, assert_trivial=True)
+            again = gl.convert_layout(planes[plane], short_operand, assert_trivial=True)
             short = warpgroup_mma(again, x.permute((1, 0)), short, is_async=True)
     # The next step overwrites registers that these products read.
     if TAIL:
@@ -177,19 +226,18 @@ def _add_codes(
 
 @gluon.jit
 def _unpacked(
-    words, scales, KIND: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
+    words, scale, zero, KIND: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
     UNPACK: gl.constexpr,
 ):  # fmt: skip
     """Returns four or two planes in bfloat16 [HALF, width], times their groups' scales, if any."""
-    scale, zero = scales
     if KIND == _INT4:
         a, b, c, d = nibbles(words)
         factor = scale * 64.0
         planes = (
-            _times(less_zero(a, zero, 0, ZERO), factor),
-            _times(less_zero(b, zero, 1, ZERO), factor),
-            _times(less_zero(c, zero, 2, ZERO), factor),
-            _times(less_zero(d, zero, 3, ZERO), factor),
+            _scaled(less_zero(a, zero, 0, ZERO), factor),
+            _scaled(less_zero(b, zero, 1, ZERO), factor),
+            _scaled(less_zero(c, zero, 2, ZERO), factor),
+            _scaled(less_zero(d, zero, 3, ZERO), factor),
         )
     elif KIND == _MXFP4:
         even, odd = mxfp4_factors(scale)
@@ -197,17 +245,16 @@ def _unpacked(
     else:
         if KIND == _OTHER:
             planes = UNPACK(words)
-        elif KIND == _INT8:
-            planes = int8_pair(words)
         else:
-            planes = e4m3_pair(words)
+            gl.static_assert(KIND == _INT8)
+            planes = int8_pair(words)
         if SCALED:
-            planes = (_times(planes[0], scale), _times(planes[1], scale))
+            planes = (_scaled(planes[0], scale), _scaled(planes[1], scale))
     return planes
 
 
 @gluon.jit
-def _times(values, rows):
+def _scaled(values, rows):
     factor = each(rows.to(gl.bfloat16), values.shape)
     return gl.inline_asm_elementwise(
         """{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }""",

@@ -81,6 +81,7 @@ def _quantize(
 def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens:
     """x [tokens, k] in 8 bits."""
     tokens, k = x.shape
+    block = triton.next_power_of_2(k)
     return QuantizedTokens(
         *triton_call(
             x, form.padded,
@@ -89,9 +90,8 @@ def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens
             target=target,
             out_type=out_types(tokens, k, form),
             grid=(tokens,),
-            num_warps=16 if k > 4096 else 8,
-            k=k, BLOCK=triton.next_power_of_2(k), GROUP=form.group,
-            ORDER=form.order.value,
+            num_warps=max(1, min(16, block // 512)),
+            k=k, BLOCK=block, GROUP=form.group, ORDER=form.order.value,
         )
     )  # fmt: skip
 
