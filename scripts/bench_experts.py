@@ -117,6 +117,11 @@ class Case(NamedTuple):
     tuned: tuple[tuple[str, Launch], ...] = ()
     """Launch parameters to try, by product."""
 
+    @property
+    def kind(self) -> str:
+        """The format's name in tables of launches."""
+        return "plain" if self.format == "bf16" else self.format.removesuffix("-blocks")
+
     def __str__(self) -> str:
         tuned = "".join(f" {name} {changed(each)}" for name, each in self.tuned)
         return f"{self.model} {self.format} {self.rows}{' dense' if self.dense else ''}{tuned}"
@@ -204,8 +209,8 @@ def candidates(case: Case) -> Iterator[Case]:
     sizes = MODELS[case.model]
     each = case.rows * sizes.top_k / sizes.experts
     most_streamed = {kind.name.lower(): most for kind, most in STREAMED.items()}
-    streams = 1 < case.rows < MANY and each <= most_streamed.get(case.format, 0)
-    if streams and target.runs_hopper_kernels():
+    streams = 1 < case.rows < MANY and each <= most_streamed.get(case.kind, 0)
+    if streams and target.uses_triton() and target.runs_hopper_kernels():
         tries = next(tries for most, tries in STREAMING_TRIES.items() if each <= most)
         for tokens, depth, stages in tries:
             one = Launch(rows=128, tokens=tokens, depth=depth, num_stages=stages)
@@ -299,10 +304,10 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     chosen = np.argsort(-np.asarray(logits), axis=-1)[..., : sizes.top_k]
     touched = float(np.mean([np.unique(each).size for each in chosen]))
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
-    tuned, kind = {}, "plain" if case.format == "bf16" else case.format
+    tuned = {}
     for name, launch in case.tuned:
         weight = getattr(stacked, name.removeprefix(STREAMING))
-        shape = (name, kind, *weight.shape[1:])
+        shape = (name, case.kind, *weight.shape[1:])
         tuned["experts", shape] = dataclasses.asdict(launch)
     target = target.with_tuned(tuned)
     if case.dense:

@@ -299,6 +299,18 @@ def test_tiles_with_fewer_tokens_on_hopper() -> None:
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
 
 
+@pytest.mark.parametrize("quantize", [plain, WEIGHTS["fp8"]], ids=["bf16", "fp8"])
+def test_any_number_of_tokens_for_each_expert_on_hopper(quantize: Callable[[Any], Any]) -> None:
+    """None, one, and one less or more than a box, a tile, or two tiles have."""
+    counts = np.asarray([0, 1, 33, 128, 129, 161])
+    x, _, _, w = made(counts.sum(), quantize)
+    ids = np.random.default_rng(0).permutation(np.repeat(np.arange(EXPERTS), counts))[:, None]
+    args = x, jnp.asarray(ids, jnp.int32), jnp.ones(ids.shape, jnp.float32), w
+    found = hopper.experts(*args, "silu", target=gpu(90, multiprocessors=3))
+    most = 6e-3 if quantize is plain else 5e-2
+    assert relative_error(summed(found), expected(*args)) < most
+
+
 def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
     """With a scale for each 128 inputs of a row."""
     grouped = weight.reshape(*weight.shape[:-1], -1, 128)
