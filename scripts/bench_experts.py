@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -60,20 +61,11 @@ MOST_ERROR = 2e-2
 """Of a result of several layers, relative: rounding of hidden and of parts to bfloat16, which a
 token whose experts are nearly as good does not see, because routes are given."""
 
-
-def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
-    """Returns the weight with a scale for each 128 inputs of a row, as checkpoints in fp8 have."""
-    grouped = weight.astype(jnp.float32).reshape(*weight.shape[:-1], -1, 128)
-    scale = jnp.max(jnp.abs(grouped), axis=-1) / 448
-    codes = (grouped / scale[..., None]).astype(jnp.float8_e4m3fn)
-    return weights.pack_fp8(codes.reshape(weight.shape), scale)
-
-
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda weight: weight,
     "int4": weights.quantize_int4,
     "fp8": weights.quantize_fp8,
-    "fp8-blocks": fp8_in_blocks,
+    "fp8-blocks": partial(weights.quantize_fp8, group=128),
     "mxfp4": weights.quantize_mxfp4,
 }
 

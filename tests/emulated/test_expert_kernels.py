@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -311,14 +312,6 @@ def test_any_number_of_tokens_for_each_expert_on_hopper(quantize: Callable[[Any]
     assert relative_error(summed(found), expected(*args)) < most
 
 
-def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
-    """With a scale for each 128 inputs of a row."""
-    grouped = weight.reshape(*weight.shape[:-1], -1, 128)
-    scale = jnp.max(jnp.abs(grouped), axis=-1) / 448
-    codes = (grouped / scale[..., None]).astype(jnp.float8_e4m3fn)
-    return weights.pack_fp8(codes.reshape(weight.shape), scale)
-
-
 @pytest.mark.parametrize(("quantize", "padded"), [
     (WEIGHTS["int4"], False), (WEIGHTS["int4-zeros"], True), (WEIGHTS["int8"], False),
     (WEIGHTS["mxfp4"], True),
@@ -339,7 +332,9 @@ def in_e4m3(x: Any) -> Any:
     return (wide / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
 
 
-@pytest.mark.parametrize("quantize", [WEIGHTS["fp8"], fp8_in_blocks], ids=["rows", "blocks"])
+@pytest.mark.parametrize(
+    "quantize", [WEIGHTS["fp8"], partial(weights.quantize_fp8, group=128)], ids=["rows", "blocks"]
+)
 @pytest.mark.parametrize("biases", [False, True])
 def test_many_tokens_in_e4m3_on_hopper(quantize: Callable[[Any], Any], biases: bool) -> None:
     """One expert has tiles of 140 tokens. The inputs of both products are rounded to e4m3; where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -162,19 +163,11 @@ def test_inputs_beyond_those_of_a_token_do_not_count() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def fp8_in_blocks(weight: Any) -> weights.Fp8Weight:
-    """With a scale for each 128 inputs of a row."""
-    grouped = weight.reshape(*weight.shape[:-1], -1, 128)
-    scale = jnp.max(jnp.abs(grouped), axis=-1) / 448
-    codes = (grouped / scale[..., None]).astype(jnp.float8_e4m3fn)
-    return weights.pack_fp8(codes.reshape(weight.shape), scale)
-
-
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda weight: weight.astype(jnp.bfloat16),
     "int4": weights.quantize_int4,
     "fp8": weights.quantize_fp8,
-    "fp8-blocks": fp8_in_blocks,
+    "fp8-blocks": partial(weights.quantize_fp8, group=128),
     "mxfp4": weights.quantize_mxfp4,
 }
 

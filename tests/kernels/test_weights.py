@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -146,10 +147,12 @@ def test_mxfp4_is_e2m1_times_a_power_of_two() -> None:
 def test_rounding_takes_the_nearest_code(seed: int) -> None:
     """No other code would be nearer, for the scale that was chosen."""
     w = matrix(seed)
+    fp8 = e4m3(np.delete(np.arange(256), [127, 255]).astype(np.uint8))
     grids = {
         "int4": (weights.quantize_int4, np.arange(-8.0, 8.0)),
         "int8": (weights.quantize_int8, np.arange(-127.0, 128.0)),
-        "fp8": (weights.quantize_fp8, e4m3(np.delete(np.arange(256), [127, 255]).astype(np.uint8))),
+        "fp8": (weights.quantize_fp8, fp8),
+        "fp8 in groups": (partial(weights.quantize_fp8, group=128), fp8),
         "nvfp4": (weights.quantize_nvfp4, E2M1),
         "mxfp4": (weights.quantize_mxfp4, E2M1),
     }

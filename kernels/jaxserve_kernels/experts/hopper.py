@@ -3,8 +3,8 @@
 A program walks over tiles of 256 weight rows of one expert (128 of gate and 128 of up, or 256 of
 down) by up to 160 of its tokens. So most experts with about 128 tokens are one tile, and their
 weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`), even
-while the previous tile is being stored. Each of two warpgroups multiplies half of the rows
-(`hopper_sums`).
+while the previous tile is being stored (`hopper_results`). Each of two warpgroups multiplies half
+of the rows (`hopper_sums`). Tokens of fp8 weights are rounded to e4m3 first.
 
 Gate and up gather their tokens. The hidden activations are stored in expert order, so a tile of
 down reads consecutive rows. Rows past the end of an expert belong to the next one; their products
@@ -37,10 +37,9 @@ from jaxserve_kernels.experts.hopper_copy import (
     block_at,
     copy,
 )
+from jaxserve_kernels.experts.hopper_results import DOWN, OSS, finish, halves, places
 from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, shared_sums
 from jaxserve_kernels.experts.types import (
-    SWIGLU_OSS_ALPHA,
-    SWIGLU_OSS_LIMIT,
     ExpertActivation,
     ExpertWeights,
     Order,
@@ -52,7 +51,6 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 from jaxserve_kernels.weights import Kind
 
@@ -64,12 +62,7 @@ _BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
 _ROWS = gl.constexpr(ROWS)
-_DOWN = gl.constexpr(0)
-"""Values of GATED beside those of `activation.gating`: down product, gpt-oss's activation."""
-_OSS = gl.constexpr(3)
 _INT4 = gl.constexpr(INT4.value)
-_ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
-_LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 
 
 @triton.jit
@@ -101,94 +94,6 @@ def _blocks(
 
 
 @gluon.jit
-def _gated(gate, up, GATED: gl.constexpr):
-    """`reference.swiglu_oss` or `gated_sums`, in float32."""
-    if GATED == _OSS:
-        gate = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), _LIMIT)
-        up = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -_LIMIT), _LIMIT)
-        out = (up + 1.0) * gate / (1.0 + gl.exp(gate * -_ALPHA))
-    else:
-        out = gated_sums(gate, up, gl.bfloat16, GATED)
-    return out
-
-
-@gluon.jit
-def _places(
-    lists, first, end, tokens, choices: gl.constexpr,
-    TOKENS: gl.constexpr, GATED: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Result rows of the pairs from `first` on, -1 past the last one; the pairs' weights; and the
-    scales of their tokens, if these are in bytes.
-
-    The result of down is in the order of choice and token, that of gate and up in expert order.
-    """
-    order_ptr, weights_ptr, token_scale_ptr = lists
-    place = first + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
-    there = place < end
-    factor = 1.0
-    scale = 1.0
-    row = place
-    of_scale = place
-    if GATED == _DOWN or BYTES:
-        pair = gl.load(order_ptr + place, mask=there, other=0)
-        if GATED == _DOWN:
-            factor = gl.load(weights_ptr + pair, mask=there, other=0.0)
-            row = (pair % choices) * tokens + pair // choices
-        else:
-            of_scale = pair // choices
-    if BYTES:
-        scale = gl.load(token_scale_ptr + of_scale, mask=there, other=0.0)
-    return gl.where(there, row, -1), factor, scale
-
-
-@gluon.jit
-def _store(values, out_ptr, rows, column, n: gl.constexpr):
-    """Stores values [columns, tokens] in the tokens' rows of out."""
-    flat: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    out = gl.convert_layout(values.to(gl.bfloat16), flat)
-    rows = gl.convert_layout(rows, gl.SliceLayout(0, flat))
-    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, flat))
-    mask = gl.expand_dims(rows >= 0, 0) & gl.expand_dims(columns < n, 1)
-    at = gl.expand_dims(rows.to(gl.int64), 0) * n + gl.expand_dims(columns, 1)
-    gl.store(out_ptr + at, out, mask=mask)
-
-
-@gluon.jit
-def _finish(
-    left, right, out_ptr, bias_ptr, places, column, second: gl.constexpr,
-    n: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Stores the results of both halves of a tile, from their sums [HALF, tokens]."""
-    of_token: gl.constexpr = gl.SliceLayout(0, left.type.layout)
-    if BYTES:
-        scale = gl.expand_dims(gl.convert_layout(places[2], of_token), 0)
-        left, right = left * scale, right * scale
-    if BIAS:
-        left = _biased(left, bias_ptr, column, n)
-        right = _biased(right, bias_ptr, column + second, n if GATED == _DOWN else n + second)
-    if GATED == _DOWN:
-        factor = gl.expand_dims(gl.convert_layout(places[1], of_token), 0)
-        _store(left * factor, out_ptr, places[0], column, n)
-        _store(right * factor, out_ptr, places[0], column + second, n)
-    else:
-        _store(_gated(left, right, GATED), out_ptr, places[0], column, n)
-
-
-@gluon.jit
-def _biased(acc, bias_ptr, column, n: gl.constexpr):
-    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
-    bias = gl.load(bias_ptr + columns, mask=columns < n, other=0.0)
-    return acc + gl.expand_dims(bias.to(gl.float32), 1)
-
-
-@gluon.jit
-def _halves(values):
-    """The first half of the tokens, and the second."""
-    tokens: gl.constexpr = values.shape[1] // 2
-    return gl.split(values.reshape([HALF, 2, tokens]).permute((0, 2, 1)))
-
-
-@gluon.jit
 def _multiply_tile(
     part: gl.constexpr,
     rings, scale_ptr, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
@@ -205,11 +110,11 @@ def _multiply_tile(
     QUARTER: gl.constexpr = _MAIN // 2
     BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
     column += part * HALF
-    first = _places(lists, begin, end, tokens, choices, QUARTER, GATED, BYTES)
-    then = _places(lists, begin + QUARTER, end, tokens, choices, QUARTER, GATED, BYTES)
+    first = places(lists, begin, end, tokens, choices, QUARTER, GATED, BYTES)
+    then = places(lists, begin + QUARTER, end, tokens, choices, QUARTER, GATED, BYTES)
     last = first
     if TAIL:
-        last = _places(lists, begin + _MAIN, end, tokens, choices, _BOX, GATED, BYTES)
+        last = places(lists, begin + _MAIN, end, tokens, choices, _BOX, GATED, BYTES)
     row = expert * rows + column
     left_tile = gl.minimum(row, all_rows - 64) // 64
     right_tile = gl.minimum(row + second, all_rows - 64) // 64
@@ -224,15 +129,13 @@ def _multiply_tile(
         )  # fmt: skip
     bias_ptr += expert * rows
     if TAIL:
-        _finish(
+        finish(
             short_left, short_right, out_ptr, bias_ptr, last, column, second, n, GATED, BIAS, BYTES
         )
-    left_first, left_then = _halves(left)
-    right_first, right_then = _halves(right)
-    _finish(
-        left_first, right_first, out_ptr, bias_ptr, first, column, second, n, GATED, BIAS, BYTES
-    )
-    _finish(left_then, right_then, out_ptr, bias_ptr, then, column, second, n, GATED, BIAS, BYTES)
+    left_first, left_then = halves(left)
+    right_first, right_then = halves(right)
+    finish(left_first, right_first, out_ptr, bias_ptr, first, column, second, n, GATED, BIAS, BYTES)
+    finish(left_then, right_then, out_ptr, bias_ptr, then, column, second, n, GATED, BIAS, BYTES)
     return at
 
 
@@ -275,17 +178,17 @@ def _program(
 ):  # fmt: skip
     """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them.
     scales: those of rows, or tiles of those of groups."""
-    gather: gl.constexpr = GATED != _DOWN
+    gather: gl.constexpr = GATED != DOWN
     grouped: gl.constexpr = KIND >= _INT4 or (KIND != PLAIN and k > GROUP)
     dtype: gl.constexpr = x.dtype.element_ty if gather else x.dtype
     bits: gl.constexpr = 8 if dtype == gl.float8e4nv else 16
     panel: gl.constexpr = gl.NVMMASharedLayout(128, bits, rank=2)
     depth: gl.constexpr = _PANEL * 8 // bits
     panels: gl.constexpr = 1 if KIND == PLAIN else 128 // depth
-    places: gl.constexpr = STAGES * panels
-    boxes = gl.allocate_shared_memory(dtype, [places * _BOXES, _BOX, depth], panel)
-    t_ring = gl.allocate_shared_memory(dtype, [places, _BOX, depth], panel)
-    x_ring = boxes.reinterpret(dtype, [places, _MAIN, depth], panel)
+    all_panels: gl.constexpr = STAGES * panels
+    boxes = gl.allocate_shared_memory(dtype, [all_panels * _BOXES, _BOX, depth], panel)
+    t_ring = gl.allocate_shared_memory(dtype, [all_panels, _BOX, depth], panel)
+    x_ring = boxes.reinterpret(dtype, [all_panels, _MAIN, depth], panel)
     if KIND == PLAIN:
         weight: gl.constexpr = 2 * _ROWS * _DEPTH * 2
         w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * _ROWS, _DEPTH], w.layout)
@@ -357,10 +260,10 @@ def experts(
         num_warps=1,
         experts=count, count=most, TOKENS=TOKENS, EXPERTS=triton.next_power_of_2(count),
     )  # fmt: skip
-    gated = _OSS.value if activation == "swiglu_oss" else gating(activation)
+    gated = OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, pairs, weights, tokens
     hidden = _product(x, w.gate_up, w.gate_up_bias, ids, lists, w.width, gated, target)
-    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, _DOWN.value, target)
+    parts = _product(hidden, w.down, w.down_bias, ids, lists, embed, DOWN.value, target)
     return parts.reshape(ids.shape[1], tokens, embed)
 
 

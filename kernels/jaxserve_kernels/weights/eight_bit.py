@@ -121,9 +121,11 @@ def quantize_int8(weight: Array) -> Int8Weight:
     return pack_int8(jnp.clip(codes, -127, 127), scale)
 
 
-def quantize_fp8(weight: Array) -> Fp8Weight:
-    """Rounds to nearest, with one scale per row: the row's largest magnitude becomes 448."""
+def quantize_fp8(weight: Array, *, group: int | None = None) -> Fp8Weight:
+    """Rounds to nearest, with one scale per row, or per `group` inputs of it: their largest
+    magnitude becomes 448."""
     wide = weight.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / E4M3_MAX
-    values = wide * jnp.where(scale == 0, 0.0, 1.0 / scale)
-    return pack_fp8(jnp.clip(values, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn), scale)
+    groups = wide.reshape(*wide.shape[:-1], -1, group or wide.shape[-1])
+    scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / E4M3_MAX
+    values = jnp.clip(groups * jnp.where(scale == 0, 0.0, 1.0 / scale), -E4M3_MAX, E4M3_MAX)
+    return pack_fp8(values.reshape(wide.shape).astype(jnp.float8_e4m3fn), scale[..., 0])
