@@ -154,6 +154,17 @@ PROOFS = {
             ),
         ),
     ),
+    "experts-prompts": Proof(
+        "layers of experts: 512 to 4,096 rows in every format, and each kernel's time",
+        4,
+        (
+            "scripts/bench_experts.py --models qwen3-30b-a3b,qwen3.5-35b-a3b"
+            " --formats bf16,int4,fp8,fp8-blocks --rows 512,1024,2048,4096 --profile"
+            " --out {out}/experts_prompts.json",
+            "scripts/bench_experts.py --models gpt-oss-20b --formats mxfp4"
+            " --rows 512,1024,2048,4096 --profile --out {out}/experts_prompts_gpt_oss_20b.json",
+        ),
+    ),
     "experts-padding": Proof(
         "decode steps of fewer rows than their bucket, over the floor of the experts of these rows",
         2,
