@@ -24,9 +24,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -40,9 +39,10 @@ import jax.numpy as jnp
 import numpy as np
 from card_rates import copy_bandwidth, fastest, peak_flops
 from kernel_profile import kernel_runs
+from random_weights import QUANTIZE
 from working_tree import commit
 
-from jaxserve_kernels import pdl, weights
+from jaxserve_kernels import pdl
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
 from jaxserve_kernels.experts.config import STREAMED, STREAMING, Launch
@@ -61,13 +61,7 @@ MOST_ERROR = 2e-2
 """Of a result of several layers, relative: rounding of hidden and of parts to bfloat16, which a
 token whose experts are nearly as good does not see, because routes are given."""
 
-FORMATS: dict[str, Callable[[Any], Any]] = {
-    "bf16": lambda weight: weight,
-    "int4": weights.quantize_int4,
-    "fp8": weights.quantize_fp8,
-    "fp8-blocks": partial(weights.quantize_fp8, group=128),
-    "mxfp4": weights.quantize_mxfp4,
-}
+FORMATS = {name: QUANTIZE[name] for name in ("bf16", "int4", "fp8", "fp8-blocks", "mxfp4")}
 
 
 class Model(NamedTuple):

@@ -43,6 +43,7 @@ QUANTIZE: dict[str, Callable[[jax.Array], Any]] = {
     "int4-zeros": with_zeros,
     "int4-act-order": in_another_order,
     "fp8": weights.quantize_fp8,
+    "fp8-blocks": functools.partial(weights.quantize_fp8, group=128),
     "int8": weights.quantize_int8,
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve_kernels import weights
 from jaxserve_kernels.experts import (
     ExpertActivation,
     ExpertWeights,
@@ -333,7 +331,7 @@ def in_e4m3(x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "quantize", [WEIGHTS["fp8"], partial(weights.quantize_fp8, group=128)], ids=["rows", "blocks"]
+    "quantize", [WEIGHTS["fp8"], WEIGHTS["fp8-blocks"]], ids=["rows", "blocks"]
 )
 @pytest.mark.parametrize("biases", [False, True])
 def test_many_tokens_in_e4m3_on_hopper(quantize: Callable[[Any], Any], biases: bool) -> None:

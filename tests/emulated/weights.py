@@ -32,6 +32,7 @@ WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "int4-zeros": with_zeros,
     "int8": weights.quantize_int8,
     "fp8": weights.quantize_fp8,
+    "fp8-blocks": functools.partial(weights.quantize_fp8, group=128),
     "nvfp4": weights.quantize_nvfp4,
     "mxfp4": weights.quantize_mxfp4,
 }
