@@ -71,23 +71,24 @@ def _store(values, out_ptr, rows, column, n: gl.constexpr):
 
 @gluon.jit
 def finish(
-    left, right, out_ptr, bias_ptr, places, column, second: gl.constexpr,
+    left, right, out_ptr, bias_ptr, pairs, column, second: gl.constexpr,
     n: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Stores the results of both halves of a tile, from their sums [HALF, tokens]."""
+    """Stores the results of both halves of a tile, from their sums [HALF, tokens]. `pairs` are from
+    `places`."""
     of_token: gl.constexpr = gl.SliceLayout(0, left.type.layout)
     if BYTES:
-        scale = gl.expand_dims(gl.convert_layout(places[2], of_token), 0)
+        scale = gl.expand_dims(gl.convert_layout(pairs[2], of_token), 0)
         left, right = left * scale, right * scale
     if BIAS:
         left = _biased(left, bias_ptr, column, n)
         right = _biased(right, bias_ptr, column + second, n if GATED == DOWN else n + second)
     if GATED == DOWN:
-        factor = gl.expand_dims(gl.convert_layout(places[1], of_token), 0)
-        _store(left * factor, out_ptr, places[0], column, n)
-        _store(right * factor, out_ptr, places[0], column + second, n)
+        factor = gl.expand_dims(gl.convert_layout(pairs[1], of_token), 0)
+        _store(left * factor, out_ptr, pairs[0], column, n)
+        _store(right * factor, out_ptr, pairs[0], column + second, n)
     else:
-        _store(_gated(left, right, GATED), out_ptr, places[0], column, n)
+        _store(_gated(left, right, GATED), out_ptr, pairs[0], column, n)
 
 
 @gluon.jit
