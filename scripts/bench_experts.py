@@ -16,7 +16,6 @@ small shapes, to try the script without a card.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import importlib.metadata
 import itertools
@@ -27,7 +26,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from jaxserve.startup.environment import prepare
@@ -38,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from card_rates import copy_bandwidth, fastest, peak_flops
-from kernel_profile import kernel_runs
+from kernel_profile import kernel_runs, per_layer
 from random_weights import QUANTIZE
 from working_tree import commit
 
@@ -150,7 +148,8 @@ def main() -> None:
         result["experts"].append(row)
         print(line(row), flush=True)
         if args.profile and not case.dense:
-            row["kernels_us"] = profile(built)
+            runs = kernel_runs(lambda: built.program(*built.args))  # noqa: B023
+            row["kernels_us"] = per_layer(runs, built.layers)
             print("   ", row["kernels_us"], flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -355,21 +354,6 @@ def dense_layers(x: Any, logits: Any, norm: Any, w: Any, _: Model, *, target: Ta
         parts = linear(hidden, down, target=target)
         x, normed = add_rms_norm(x, parts, norm, EPS, target=target)
     return x, normed
-
-
-def profile(built: Built) -> dict[str, float]:
-    """Returns the microseconds per layer of each kernel; of one that a layer has several times,
-    those of its first, second and so on."""
-    times: dict[str, list[float]] = collections.defaultdict(list)
-    for each in kernel_runs(lambda: built.program(*built.args)):
-        times[each.name].append(each.us)
-    found = {}
-    for name, runs in sorted(times.items()):
-        count = max(1, len(runs) // built.layers)
-        for index in range(count):
-            label = name if count == 1 else f"{name} {index + 1}"
-            found[label] = round(median(runs[index::count]), 2)
-    return found
 
 
 def describe(case: Case, built: Built, seconds: float, result: dict[str, Any]) -> dict[str, Any]:

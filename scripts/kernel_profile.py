@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import jax
@@ -50,4 +52,19 @@ def runs_of(events: Sequence[Mapping[str, Any]]) -> list[KernelRun]:
     for end, us, name in sorted(kernels):
         found.append(KernelRun(re.sub(r"(_\d+)+$", "", name), us, min(us, end - before)))
         before = end
+    return found
+
+
+def per_layer(runs: Sequence[KernelRun], layers: int) -> dict[str, float]:
+    """The median microseconds of each kernel in a layer; of one that a layer has several times,
+    those of its first, second and so on."""
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for each in runs:
+        times[each.name].append(each.us)
+    found = {}
+    for name, every in sorted(times.items()):
+        count = max(1, len(every) // layers)
+        for index in range(count):
+            label = name if count == 1 else f"{name} {index + 1}"
+            found[label] = round(median(every[index::count]), 2)
     return found

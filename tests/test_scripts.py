@@ -79,3 +79,14 @@ def test_kernels_of_a_trace_add_what_they_run_alone() -> None:
     found = kernel_profile.runs_of(events)
     expected = [("_first", 8.0, 8.0), ("_second", 10.0, 4.0), ("_third", 5.0, 5.0)]
     assert [tuple(each) for each in found] == expected
+
+
+def test_a_kernel_that_a_layer_has_twice_is_told_apart() -> None:
+    layers = [("order", 2.0, 4.0), ("product", 5.0, 7.0), ("product", 9.0, 11.0)]
+    runs = [
+        kernel_profile.KernelRun(name, both[index], both[index])
+        for index in range(2)
+        for name, *both in layers
+    ]
+    expected = {"order": 3.0, "product 1": 6.0, "product 2": 10.0}
+    assert kernel_profile.per_layer(runs, 2) == expected
