@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     """0 for padding."""
     slots: Array
     positions: Array
-    """Position of the row's first token in its sequence."""
+    """Position of the row's first token in its sequence; 0 for padding."""
     blocked: Array | None = None
     """How many of the row's leading tokens are computed in blocks (`RecurrentStep.of_rows`). None:
     no row has blocks."""
@@ -77,7 +77,8 @@ class RecurrentStep(NamedTuple):
         """
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1] + 1])
         length = jnp.maximum(last - first + 1, 0)
-        start, blocked = positions[first], None
+        # Padding rows are of the same slot as padding tokens, whose offset is then 0.
+        start, blocked = jnp.where(length > 0, positions[first], 0), None
         if prompts is not None:
             blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
         return cls(slots, positions, Rows(first, length, row_slots, start, blocked))

@@ -104,6 +104,12 @@ def test_the_convolution(dtype: str, decode: bool) -> None:
     check_conv(mix, CHANNELS, dtype, at_once, PDL if decode else HOPPER, bounds)
 
 
+def test_the_convolution_of_padding_beside_a_row_far_into_its_prompt() -> None:
+    """The emulator finds reads outside of the state."""
+    mix = Mix([Part(1, 700, 5)], 12, (0,) * SLOTS)
+    check_conv(mix, CHANNELS, "float32", at_once, HOPPER, Bounds(1e-6, 0))
+
+
 @pytest.mark.parametrize(("embed", "rows"), [(384, 12), (1280, 96)])
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_the_convolution_and_the_gates(embed: int, rows: int, tokens: int) -> None:

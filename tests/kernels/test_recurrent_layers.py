@@ -276,3 +276,11 @@ def test_a_block_gives_what_its_tokens_give_one_by_one(given_: tuple[Inputs, Flo
     written = np.linalg.norm(state) + np.linalg.norm(tokens.v)
     for found, wanted in ((outs, expected), (last, expected_last)):
         assert np.linalg.norm(found - wanted) < BOUND * max(np.linalg.norm(wanted), 1e-3 * written)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_padding_has_no_tokens_before_it(rows: int) -> None:
+    """Its offset in its row is 0, as its position is, wherever the other rows begin."""
+    step = step_of([Part(1, 700, 5), Part(0, 0, 3)], 12, rows, PADDING)
+    assert step.offsets(SLOTS + 1).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 0, 0]
+    assert step.rows.positions.tolist() == [700, 0, 0, 0][:rows]
