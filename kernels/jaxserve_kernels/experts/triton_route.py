@@ -9,7 +9,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import triton
-import triton.language as tl
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,9 +19,6 @@ from jaxserve_kernels.experts.triton_choice import REMOVED, key_of, score_of
 from jaxserve_kernels.experts.types import Order, Routes, Routing
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_AT_ONCE = 4096
-"""The most pairs that a program of `_order` looks at in one iteration."""
 
 
 @gluon.jit
@@ -130,31 +126,41 @@ def _route(
         _store_order(ids, there, pair, order_ptr, ends_ptr, experts, EXPERTS, WARPS)
 
 
-@triton.jit
+@gluon.jit
 def _order(
     ids_ptr, order_ptr, ends_ptr,
-    pairs: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
+    pairs: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
-    """One program per expert. It stores the expert's pairs after those of all lower experts."""
+    """One program per expert. It stores the expert's pairs after those of all lower experts.
+
+    Each thread looks at EACH consecutive pairs, so that only their number is exchanged."""
+    layout: gl.constexpr = gl.BlockedLayout([1, EACH], [32, 1], [WARPS, 1], [1, 0])
+    threads: gl.constexpr = gl.SliceLayout(1, layout)
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    BLOCK: gl.constexpr = 32 * WARPS * EACH
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, pairs, BLOCK):
-        pair = start + lane
-        ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
-        before += (ids < expert).to(tl.int32)
-    end = tl.sum(before, axis=0)
-    for start in tl.range(0, pairs, BLOCK):
-        pair = start + lane
-        ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
-        mine = (ids == expert).to(tl.int32)
-        place = end + tl.cumsum(mine, axis=0) - 1
-        tl.store(order_ptr + place, pair, mask=mine > 0)
-        end += tl.sum(mine, axis=0)
-    tl.store(ends_ptr + expert, end)
+    expert = gl.program_id(0)
+    thread = gl.arange(0, 32 * WARPS, threads)[:, None]
+    block = thread * EACH + gl.arange(0, EACH, gl.SliceLayout(0, layout))[None, :]
+    lower = gl.zeros([32 * WARPS], gl.int32, threads)
+    for start in range(0, pairs, BLOCK):
+        pair = start + block
+        ids = gl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
+        lower += gl.sum((ids < expert).to(gl.int32), axis=1)
+    end = gl.sum(lower, axis=0)
+    for start in range(0, pairs, BLOCK):
+        pair = start + block
+        ids = gl.load(ids_ptr + pair, mask=pair < pairs, other=2147483647)
+        mine = (ids == expert).to(gl.int32)
+        count = gl.sum(mine, axis=1)
+        last = gl.cumsum(gl.convert_layout(count, flat), axis=0)
+        before = end + gl.convert_layout(last, threads) - count
+        place = gl.cumsum(mine, axis=1) - 1 + gl.expand_dims(before, 1)
+        gl.store(order_ptr + place, pair, mask=mine > 0)
+        end += gl.sum(count, axis=0)
+    gl.store(ends_ptr + expert, end)
 
 
 def route(
@@ -199,7 +205,8 @@ def order(ids: Array, experts: int, *, target: Target) -> Order:
       ids: int32 [tokens, k], expert ids. Pairs with larger ids are left out.
     """
     pairs = ids.size
-    block = min(_AT_ONCE, triton.next_power_of_2(pairs))
+    each = 4 if pairs <= 2048 else 16
+    warps = max(1, min(16, triton.next_power_of_2(pairs) // (32 * each)))
     return Order(*triton_call(
         ids,
         kernel=_order,
@@ -209,6 +216,6 @@ def order(ids: Array, experts: int, *, target: Target) -> Order:
             jax.ShapeDtypeStruct((pairs,), jnp.int32), jax.ShapeDtypeStruct((experts,), jnp.int32),
         ),
         grid=(experts,),
-        num_warps=8 if block > 1024 else 4 if block > 256 else 1,
-        pairs=pairs, BLOCK=max(16, block),
+        num_warps=warps,
+        pairs=pairs, EACH=each, WARPS=warps,
     ))  # fmt: skip
