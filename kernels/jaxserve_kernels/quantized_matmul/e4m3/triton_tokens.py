@@ -40,16 +40,29 @@ def store_quantized(
         sums = tl.sum(tl.reshape(codes.to(tl.float32), (block // GROUP, GROUP)), axis=1)
         group = tl.arange(0, block // GROUP)
         tl.store(sum_ptr + group * padded + token, sums, mask=group < k // GROUP)
-    place += _place(place % 128, ORDER) - place % 128
-    tl.store(codes_ptr + token.to(tl.int64) * k + place, codes, mask=mask)
+    codes_ptr += token.to(tl.int64) * k
+    if ORDER == _BYTES:
+        _store_pairs(codes, codes_ptr, k)
+    else:
+        place += _place(place % 128, ORDER) - place % 128
+        tl.store(codes_ptr + place, codes, mask=mask)
+
+
+@triton.jit
+def _store_pairs(codes, codes_ptr, k: tl.constexpr):
+    """Stores codes as pairs: an input beside the one that is 64 inputs later."""
+    blocks: tl.constexpr = codes.shape[0] // 128
+    halves = tl.reshape(codes.to(tl.uint8, bitcast=True), (blocks, 2, 64))
+    low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+    pairs = low.to(tl.uint16) | high.to(tl.uint16) << 8
+    place = tl.arange(0, blocks)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(codes_ptr.to(tl.pointer_type(tl.uint16)) + place, pairs, mask=place < k // 2)
 
 
 @triton.jit
 def _place(index, ORDER: tl.constexpr):
     """The place of an input within its 128 inputs."""
-    if ORDER == _BYTES:
-        index = 2 * (index % 64) + index // 64
-    elif ORDER == _WORDS:
+    if ORDER == _WORDS:
         word, nibble = index % 32, index // 32
         index = _in_registers(word % 4, nibble) + 64 * (word // 4 % 2) + 4 * (word // 8)
     elif ORDER == _HALF_WORDS:
