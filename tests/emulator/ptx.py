@@ -144,6 +144,15 @@ def _float32(words: Words) -> NDArray[np.float32]:
     return np.asarray(words, np.uint32).view(np.float32)
 
 
+def _bf16(words: Words) -> Words:
+    return _float32(words).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+
+
+def _exp2(words: Words) -> Words:
+    with np.errstate(over="ignore"):
+        return np.exp2(_float32(words)).view(np.uint32)
+
+
 def _fma(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
@@ -151,6 +160,10 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
+    "mul.f32": lambda a, b: (_float32(a) * _float32(b)).view(np.uint32),
+    "add.f32": lambda a, b: (_float32(a) + _float32(b)).view(np.uint32),
+    "ex2.approx.ftz.f32": _exp2,
+    "rcp.approx.ftz.f32": lambda a: (1 / _float32(a)).view(np.uint32),
     "sub.f32": lambda a, b: (_float32(a) - _float32(b)).view(np.uint32),
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
@@ -164,6 +177,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "fma.rn.bf16x2": _two(ml_dtypes.bfloat16, _fma),
     "mul.rn.f16x2": _two(np.float16, lambda a, b: a * b),
     "sub.f16x2": _two(np.float16, lambda a, b: a - b),
+    "cvt.rn.bf16x2.f32": lambda high, low: _bf16(low) | _bf16(high) << np.uint32(16),
     "cvt.rn.satfinite.e4m3x2.f16x2": _to_e4m3,
     "cvt.rn.satfinite.e4m3x2.f32": _both_to_e4m3,
     "cvt.rn.f16x2.e4m3x2": _of_e4m3,

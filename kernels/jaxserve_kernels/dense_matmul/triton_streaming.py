@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.dense_matmul.config import Config
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.triton_activation import sigmoid_of
+from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 
 _RESERVED = 1024
@@ -144,9 +144,7 @@ def _gated(
     gate = sums.slice(0, half).load(out_layout)
     up = sums.slice(half, half).load(out_layout)
     dtype = out_ptr.dtype.element_ty
-    gate = gate.to(dtype).to(gl.float32)  # rounded where the reference rounds
-    sigmoid = 1.0 / (1.0 + gl.exp(-sigmoid_of(gate, GATED)))
-    gated = (gate * sigmoid).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    gated = gated_sums(gate, up, dtype, GATED)
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
     out_row = gl.expand_dims(first + gl.arange(0, half, gl.SliceLayout(1, out_layout)), 1)
     gl.store(out_ptr + token * n + out_row, gated.to(dtype), mask=token < tokens)

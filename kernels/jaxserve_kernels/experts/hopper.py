@@ -1,10 +1,10 @@
 """Products of many tokens with their experts on Hopper: weight rows are the left operand.
 
 A program walks over tiles of 256 weight rows of one expert (128 of gate and 128 of up, or 256 of
-down) by up to 160 of its tokens. So most experts with about 128 tokens are one tile, and their
-weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`), even
-while the previous tile is being stored (`hopper_results`). Each of two warpgroups multiplies half
-of the rows (`hopper_sums`). Tokens of fp8 weights are rounded to e4m3 first.
+down) by 64, 96, 128 or 160 of its tokens. So most experts with about 128 tokens are one tile, and
+their weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`),
+even while the previous tile is being stored (`hopper_results`). Each of two warpgroups multiplies
+half of the rows (`hopper_sums`). Tokens of fp8 weights are rounded to e4m3 first.
 
 Gate and up gather their tokens. The hidden activations are stored in expert order, so a tile of
 down reads consecutive rows. Rows past the end of an expert belong to the next one; their products
@@ -30,15 +30,18 @@ from jaxserve_kernels.experts.config import most_blocks, tokens_in_bytes
 from jaxserve_kernels.experts.hopper_copy import (
     BOX,
     DEPTH,
+    GATHERERS,
     MAIN,
     PANEL,
     ROWS,
     TILES,
     block_at,
     copy,
+    tiles_of,
 )
-from jaxserve_kernels.experts.hopper_results import DOWN, OSS, finish, halves, places
+from jaxserve_kernels.experts.hopper_results import DOWN, finish, halves, places
 from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, shared_sums
+from jaxserve_kernels.experts.triton_activation import OSS
 from jaxserve_kernels.experts.types import (
     ExpertActivation,
     ExpertWeights,
@@ -56,8 +59,11 @@ from jaxserve_kernels.weights import Kind
 
 TOKENS = MAIN + BOX
 """The most tokens of a tile."""
+LEAST = 2
+"""The fewest boxes of a tile, also if some have no tokens."""
 _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
+_LEAST = gl.constexpr(LEAST)
 _BOXES = gl.constexpr(MAIN // BOX)
 _DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
@@ -68,11 +74,13 @@ _INT4 = gl.constexpr(INT4.value)
 @triton.jit
 def _blocks(
     ends_ptr, block_ptr,
-    experts: tl.constexpr, count: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    experts: tl.constexpr, count: tl.constexpr, BOX: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Stores each block's expert, the begin and end of its tokens, and the number of blocks.
 
-    An expert's tokens are divided evenly over its blocks.
+    An expert's tokens are divided evenly over its blocks. Blocks of more boxes come first, so that
+    programs get about as many of each size. A block has LEAST to MOST boxes of BOX tokens.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
@@ -80,17 +88,23 @@ def _blocks(
     ends = tl.load(ends_ptr + lane, mask=there, other=0)
     begins = tl.load(ends_ptr + lane - 1, mask=there & (lane > 0), other=0)
     tokens = tl.where(there, ends - begins, 0)
-    blocks = (tokens + TOKENS - 1) // TOKENS
-    last = tl.cumsum(blocks, axis=0)
-    expert = tl.sum((last <= block).to(tl.int32), axis=0)
+    blocks = (tokens + MOST * BOX - 1) // (MOST * BOX)
     each = (tokens + blocks - 1) // tl.maximum(blocks, 1)
-    begin = begins + (block - last + blocks) * each
-    mine = lane == expert
+    used = tl.minimum(tl.maximum((each + BOX - 1) // BOX, LEAST), MOST)
+    first = 0
+    last = tl.zeros_like(blocks)
+    for boxes in tl.static_range(MOST, LEAST - 1, -1):
+        of_size = tl.where(used == boxes, blocks, 0)
+        last = tl.where(used == boxes, first + tl.cumsum(of_size, axis=0), last)
+        first += tl.sum(of_size, axis=0)
+    number = block - (last - blocks)
+    mine = (number >= 0) & (number < blocks)
+    begin = begins + number * each
     at = block_ptr + block
-    tl.store(at, expert)
+    tl.store(at, tl.sum(tl.where(mine, lane, 0), axis=0))
     tl.store(at + count, tl.sum(tl.where(mine, begin, 0), axis=0))
     tl.store(at + 2 * count, tl.sum(tl.where(mine, tl.minimum(begin + each, ends), 0), axis=0))
-    tl.store(at + 3 * count, tl.sum(blocks, axis=0))
+    tl.store(at + 3 * count, first)
 
 
 @gluon.jit
@@ -100,32 +114,37 @@ def _multiply_tile(
     second: gl.constexpr, rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr,
     k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, TAIL: gl.constexpr,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and stores the rows of warpgroup `part`: 64 of each half of a tile.
 
     Starts at step `at` of the rings, and returns the step after the tile. The second half begins
-    `second` rows after the first. TAIL: the tile has one box of tokens more.
+    `second` rows after the first. BOXES: those of the tile's tokens. Shapes are powers of two, so
+    the last of an odd number has sums of its own.
     """
-    QUARTER: gl.constexpr = _MAIN // 2
+    TOKENS: gl.constexpr = BOXES // 2 * 2 * _BOX
+    TAIL: gl.constexpr = BOXES % 2 == 1
+    QUARTER: gl.constexpr = TOKENS // 2
     BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
+    GATHER: gl.constexpr = GATED != DOWN
     column += part * HALF
     first = places(lists, begin, end, tokens, choices, QUARTER, GATED, BYTES)
     then = places(lists, begin + QUARTER, end, tokens, choices, QUARTER, GATED, BYTES)
     last = first
     if TAIL:
-        last = places(lists, begin + _MAIN, end, tokens, choices, _BOX, GATED, BYTES)
+        last = places(lists, begin + TOKENS, end, tokens, choices, _BOX, GATED, BYTES)
     row = expert * rows + column
     left_tile = gl.minimum(row, all_rows - 64) // 64
     right_tile = gl.minimum(row + second, all_rows - 64) // 64
     if KIND == PLAIN or BYTES:
         left, right, short_left, short_right, at = shared_sums(
-            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TAIL, KIND, GROUP
-        )
+            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
+            KIND, GROUP,
+        )  # fmt: skip
     else:
         left, right, short_left, short_right, at = code_sums(
-            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TAIL, KIND, GROUP, ZERO,
-            UNPACK,
+            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
+            KIND, GROUP, ZERO, UNPACK,
         )  # fmt: skip
     bias_ptr += expert * rows
     if TAIL:
@@ -150,19 +169,21 @@ def _multiply(
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     at = 0
-    tiles = gl.load(block_ptr + 3 * count) * columns
-    expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    tile, stride, tiles = tiles_of(block_ptr, count, columns)
+    expert, begin, end = block_at(block_ptr, tile, count, columns)
+    for _ in range(tiles):
         # The next tile's block is loaded while this tile is multiplied.
-        later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
+        later = block_at(block_ptr, tile + stride, count, columns)
         column = tile % columns * step
-        for tail in gl.static_range(2):
-            if (end - begin > _MAIN) == (tail == 1):
+        used = gl.maximum((end - begin + _BOX - 1) // _BOX, _LEAST)
+        for boxes in gl.static_range(_LEAST, _BOXES + 2):
+            if used == boxes:
                 at = _multiply_tile(
                     part, rings, scale_ptr, bias_ptr, lists, out_ptr, at, expert, begin, end,
                     column, tokens, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
-                    KIND, GROUP, ZERO, UNPACK, tail == 1,
+                    KIND, GROUP, ZERO, UNPACK, boxes,
                 )  # fmt: skip
+        tile += stride
         expert, begin, end = later
 
 
@@ -206,7 +227,7 @@ def _program(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=2 if gather else 1)
+        mbarrier.init(ready.index(stage), count=1 + GATHERERS if gather else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     rings = (x_ring, t_ring, w_ring, s_ring, z_ring, ready, free)
@@ -229,7 +250,7 @@ def _program(
                 second, rows, inputs, k, choices, gather, grouped, ZERO, weight, panels, STAGES,
             )),
         ],
-        [4, 4 if gather else 1],
+        [4, GATHERERS // 32 if gather else 1],
         [232, 40 if gather else 24],
     )  # fmt: skip
 
@@ -258,7 +279,8 @@ def experts(
         out_type=jax.ShapeDtypeStruct((4, most), jnp.int32),
         grid=(most,),
         num_warps=1,
-        experts=count, count=most, TOKENS=TOKENS, EXPERTS=triton.next_power_of_2(count),
+        experts=count, count=most, BOX=BOX, LEAST=LEAST, MOST=TOKENS // BOX,
+        EXPERTS=triton.next_power_of_2(count),
     )  # fmt: skip
     gated = OSS.value if activation == "swiglu_oss" else gating(activation)
     lists = blocks, pairs, weights, tokens

@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     mbarrier,
     tma,
 )
@@ -17,6 +16,8 @@ PANEL = 128
 """Bytes of a token in a panel. In e4m3 they are as many inputs."""
 MAIN, BOX = 128, 32
 """Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
+GATHERERS = gl.constexpr(128)
+"""Threads that copy tokens which are not in expert order."""
 _ROWS = gl.constexpr(ROWS)
 _DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
@@ -30,11 +31,27 @@ TILES = gl.constexpr(2 * ROWS // 64)
 @gluon.jit
 def block_at(block_ptr, tile, count: gl.constexpr, columns: gl.constexpr):
     """A tile's expert, and the begin and end of its tokens."""
-    block = gl.minimum(tile // columns, count - 1)
+    block = gl.minimum(gl.maximum(tile, 0) // columns, count - 1)
     expert = gl.load(block_ptr + block)
     begin = gl.load(block_ptr + count + block)
     end = gl.load(block_ptr + 2 * count + block)
     return expert, begin, end
+
+
+@gluon.jit
+def tiles_of(block_ptr, count: gl.constexpr, columns: gl.constexpr):
+    """The program's first tile, the distance to its next one, and how many it has.
+
+    Programs walk through the tiles from both ends, so that at any time large tiles, which the
+    tensor cores limit, run beside small ones, which memory limits. Those of one expert walk in the
+    same direction.
+    """
+    tiles = gl.load(block_ptr + 3 * count) * columns
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    mine = (tiles - program + programs - 1) // programs
+    backwards = program // columns % 2
+    first = program + backwards * (mine - 1) * programs
+    return first, (1 - 2 * backwards) * programs, mine
 
 
 @gluon.jit
@@ -126,9 +143,7 @@ def _gather_tile(
                         _gather(x_ring.index(to * _BOXES + box), tokens, there, panel, inputs, k)
                     else:
                         _gather(t_ring.index(to), tokens, there, panel, inputs, k)
-        async_copy.commit_group()
-        async_copy.wait_group(STAGES - 2)
-        _arrive(ready, at - (STAGES - 2), STAGES)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
         at += 1
     return at
 
@@ -145,14 +160,6 @@ def _gather(place, source, there, panel: gl.constexpr, inputs: gl.constexpr, k: 
 
 
 @gluon.jit
-def _arrive(ready, at, STAGES: gl.constexpr):
-    """Signals that the copies of step `at` are done, if there is such a step."""
-    fence_async_shared()
-    gl.barrier()
-    mbarrier.arrive(ready.index((at + STAGES) % STAGES), count=1, pred=at >= 0)
-
-
-@gluon.jit
 def copy(
     source, rings, block_ptr, order_ptr,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
@@ -166,13 +173,14 @@ def copy(
     source: tokens, weights, scales and zero points. rings: of tokens, of their last box, of
     weights, scales and zero points, and barriers of full and free stages. The tokens are a
     descriptor of tokens in expert order. With GATHER they are a pointer to tokens in their original
-    order. TMA cannot gather those, so four warps copy them by `cp.async`.
+    order. TMA cannot gather those. So GATHERERS threads copy them by `cp.async`, and each arrives
+    at a full stage's barrier when its copies are done. Who reads them needs a fence.
     """
     at = 0
-    tiles = gl.load(block_ptr + 3 * count) * columns
-    expert, begin, end = block_at(block_ptr, gl.program_id(0), count, columns)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        later = block_at(block_ptr, tile + gl.num_programs(0), count, columns)
+    tile, stride, tiles = tiles_of(block_ptr, count, columns)
+    expert, begin, end = block_at(block_ptr, tile, count, columns)
+    for _ in range(tiles):
+        later = block_at(block_ptr, tile + stride, count, columns)
         row = expert * rows + tile % columns * step
         if GATHER:
             at = _gather_tile(
@@ -183,11 +191,5 @@ def copy(
             at = _copy_tile(
                 source, rings, at, begin, end, row, second, k, GROUPED, ZERO, WEIGHT, PANELS, STAGES
             )
+        tile += stride
         expert, begin, end = later
-    if GATHER:
-        # Gathers of up to STAGES - 2 steps may still be in flight: a ring slot becomes free only
-        # when the step after it is multiplied.
-        _, _, _, _, _, ready, _ = rings
-        async_copy.wait_group(0)
-        for left in gl.static_range(STAGES - 2):
-            _arrive(ready, at - (STAGES - 2) + left, STAGES)

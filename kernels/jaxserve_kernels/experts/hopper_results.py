@@ -6,26 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxserve_kernels.experts.hopper_sums import HALF
-from jaxserve_kernels.experts.types import SWIGLU_OSS_ALPHA, SWIGLU_OSS_LIMIT
-from jaxserve_kernels.triton_activation import gated_sums
+from jaxserve_kernels.experts.triton_activation import activated_sums
 
 DOWN = gl.constexpr(0)
-OSS = gl.constexpr(3)
-"""Values of GATED beside those of `activation.gating`: down product, gpt-oss's activation."""
-_ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
-_LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
-
-
-@gluon.jit
-def _gated(gate, up, GATED: gl.constexpr):
-    """`reference.swiglu_oss` or `gated_sums`, in float32."""
-    if GATED == OSS:
-        gate = gl.minimum(gate.to(gl.bfloat16).to(gl.float32), _LIMIT)
-        up = gl.minimum(gl.maximum(up.to(gl.bfloat16).to(gl.float32), -_LIMIT), _LIMIT)
-        out = (up + 1.0) * gate / (1.0 + gl.exp(gate * -_ALPHA))
-    else:
-        out = gated_sums(gate, up, gl.bfloat16, GATED)
-    return out
+"""GATED of the down product, beside the values of `activation.gating` and `OSS`."""
 
 
 @gluon.jit
@@ -88,7 +72,7 @@ def finish(
         _store(left * factor, out_ptr, pairs[0], column, n)
         _store(right * factor, out_ptr, pairs[0], column + second, n)
     else:
-        _store(_gated(left, right, GATED), out_ptr, pairs[0], column, n)
+        _store(activated_sums(left, right, gl.bfloat16, GATED), out_ptr, pairs[0], column, n)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -42,10 +43,10 @@ _MXFP4 = gl.constexpr(MXFP4.value)
 @gluon.jit
 def shared_sums(
     part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
-    k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr,
+    k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
+    GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of both halves of a tile, [HALF, _MAIN] and, with TAIL, [HALF, _BOX], from
+    """Returns the sums of both halves of a tile, [HALF, TOKENS] and, with TAIL, [HALF, _BOX], from
     step `at` of the rings on; and the step after the tile. The tensor cores read the weights from
     the rings: bfloat16, or fp8 codes with a scale per row or per 128 inputs. A step is a panel of
     tokens.
@@ -55,20 +56,24 @@ def shared_sums(
     """
     x_ring, t_ring, w_ring, s_ring, _, ready, free = rings
     inputs: gl.constexpr = 16 if KIND == PLAIN else 32  # of the tensor cores' products
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MAIN, inputs])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, inputs])
     short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, inputs])
     groups: gl.constexpr = k // GROUP
     steps: gl.constexpr = k // t_ring.shape[2]
-    left = gl.zeros([HALF, _MAIN], gl.float32, layout)
-    right = gl.zeros([HALF, _MAIN], gl.float32, layout)
+    left = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    right = gl.zeros([HALF, TOKENS], gl.float32, layout)
     short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
     short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     left_scale = gl.full([HALF], 1.0, gl.float32, row)
     right_scale = left_scale
+    if KIND != PLAIN and groups == 1:
+        at_row = scale_ptr + gl.arange(0, HALF, row)
+        left_scale = gl.load(at_row + left_tile * 64)
+        right_scale = gl.load(at_row + right_tile * 64)
     for step in range(steps):
         stage = at % STAGES
-        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        _wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         if groups > 1:
             scale = _divisor(s_ring.index(stage * TILES + part).load(row))
             left, short_left = _times(left, short_left, left_scale / scale)
@@ -76,13 +81,13 @@ def shared_sums(
             scale = _divisor(s_ring.index(stage * TILES + TILES // 2 + part).load(row))
             right, short_right = _times(right, short_right, right_scale / scale)
             right_scale = scale
-        x = x_ring.index(stage).permute((1, 0))
+        x = x_ring.index(stage).slice(0, TOKENS, dim=0).permute((1, 0))
         w_left = _weight_rows(w_ring, stage, 0, part)
         w_right = _weight_rows(w_ring, stage, 1, part)
         left = warpgroup_mma(w_left, x, left, is_async=True)
         right = warpgroup_mma(w_right, x, right, is_async=True)
         if TAIL:
-            x = t_ring.index(stage).permute((1, 0))
+            x = _tail(x_ring, t_ring, stage, TOKENS).permute((1, 0))
             short_left = warpgroup_mma(w_left, x, short_left, is_async=True)
             short_right = warpgroup_mma(w_right, x, short_right, is_async=True)
         # Sums that are not divided wait for the products of the previous step only.
@@ -100,14 +105,29 @@ def shared_sums(
             left, right, short_left, short_right, 0, TAIL
         )
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
-        if KIND != PLAIN:
-            at_row = scale_ptr + gl.arange(0, HALF, row)
-            left_scale = gl.load(at_row + left_tile * 64)
-            right_scale = gl.load(at_row + right_tile * 64)
     if KIND != PLAIN:
         left, short_left = _times(left, short_left, left_scale)
         right, short_right = _times(right, short_right, right_scale)
     return left, right, short_left, short_right, at
+
+
+@gluon.jit
+def _tail(x_ring, t_ring, panel, TOKENS: gl.constexpr):
+    """The box after a tile's first TOKENS tokens."""
+    if TOKENS == _MAIN:  # noqa: SIM108  (a constant for the compiler)
+        box = t_ring.index(panel)
+    else:
+        box = x_ring.index(panel).slice(TOKENS, _BOX, dim=0)
+    return box
+
+
+@gluon.jit
+def _wait(bar, phase, GATHER: gl.constexpr):
+    """Waits for a full stage. GATHER: its tokens were copied by threads, so the tensor cores see
+    them only after a fence."""
+    mbarrier.wait(bar, phase)
+    if GATHER:
+        fence_async_shared()
 
 
 @gluon.jit
@@ -144,23 +164,24 @@ def _divisor(scale):
 @gluon.jit
 def code_sums(
     part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
-    k: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
-    KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
+    k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
+    GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    UNPACK: gl.constexpr,
 ):  # fmt: skip
     """`shared_sums` of codes, with a scale per 128 inputs or per row. The tiles of codes are those
     of the warpgroup's rows. While one warpgroup converts codes, the other one multiplies."""
     _, _, _, _, _, ready, free = rings
     SCALED: gl.constexpr = KIND >= _INT4 or k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MAIN, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 16])
-    left = gl.zeros([HALF, _MAIN], gl.float32, layout)
-    right = gl.zeros([HALF, _MAIN], gl.float32, layout)
+    left = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    right = gl.zeros([HALF, TOKENS], gl.float32, layout)
     short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
     short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
     for _ in range(steps):
         stage = at % STAGES
-        mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        _wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         left, short_left = _add_codes(
             rings, stage, stage * TILES + part,
             left, short_left, TAIL, KIND, SCALED, ZERO, UNPACK,
@@ -195,6 +216,7 @@ def _add_codes(
     ZERO: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of a tile of codes, 128 inputs, to main and short."""
+    TOKENS: gl.constexpr = main.shape[1]
     x_ring, t_ring, w_ring, s_ring, z_ring, _, _ = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, main.type.layout, 2)
     short_operand: gl.constexpr = gl.DotOperandLayout(0, short.type.layout, 2)
@@ -210,10 +232,12 @@ def _add_codes(
     width: gl.constexpr = codes.shape[1]
     for plane in gl.static_range(128 // width):
         panel = stage * 2 + plane * width // _DEPTH
-        x = x_ring.index(panel).slice(plane * width % _DEPTH, width, dim=1)
+        x = x_ring.index(panel).slice(0, TOKENS, dim=0)
+        x = x.slice(plane * width % _DEPTH, width, dim=1)
         main = warpgroup_mma(planes[plane], x.permute((1, 0)), main, is_async=True)
         if TAIL:
-            x = t_ring.index(panel).slice(plane * width % _DEPTH, width, dim=1)
+            x = _tail(x_ring, t_ring, panel, TOKENS)
+            x = x.slice(plane * width % _DEPTH, width, dim=1)
             again = gl.convert_layout(planes[plane], short_operand, assert_trivial=True)
             short = warpgroup_mma(again, x.permute((1, 0)), short, is_async=True)
     # The next step overwrites registers that these products read.

@@ -25,30 +25,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import Config, Launch, most_blocks
-from jaxserve_kernels.experts.types import (
-    SWIGLU_OSS_ALPHA,
-    SWIGLU_OSS_LIMIT,
-    ExpertActivation,
-    ExpertWeights,
-    Order,
-    stacked,
-)
+from jaxserve_kernels.experts.triton_activation import OSS, activated
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order, stacked
 from jaxserve_kernels.quantized_matmul.triton import accumulate
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.triton_prefetch import ask_for
 
 _PLAIN = tl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
-_OSS = tl.constexpr(3)
-"""gpt-oss's activation; beside the values of `activation.gating`."""
 _GATE_UP_AHEAD = tl.constexpr(8)
 _DOWN_AHEAD = tl.constexpr(8)
 """Tiles of inputs per row block that a program prefetches to the L2 cache."""
-_ALPHA = tl.constexpr(SWIGLU_OSS_ALPHA)
-_LIMIT = tl.constexpr(SWIGLU_OSS_LIMIT)
 
 
 @triton.jit
@@ -155,18 +144,6 @@ def _sums(
 
 
 @triton.jit
-def _activated(gate, up, dtype: tl.constexpr, GATED: tl.constexpr):
-    """`reference.swiglu_oss`, or `gated`."""
-    if GATED == _OSS:
-        gate = tl.minimum(gate.to(dtype).to(tl.float32), _LIMIT)
-        up = tl.minimum(tl.maximum(up.to(dtype).to(tl.float32), -_LIMIT), _LIMIT)
-        values = ((up + 1.0) * gate * tl.sigmoid(_ALPHA * gate)).to(dtype)
-    else:
-        values = gated(gate, up, dtype, GATED)
-    return values
-
-
-@triton.jit
 def _gate_up(
     x_ptr, packed_ptr, scale_ptr, second_ptr, bias_ptr, ids_ptr, order_ptr, ends_ptr, tokens,
     out_ptr,
@@ -221,7 +198,7 @@ def _gate_up(
         if BIAS:
             acc += tl.load(bias_ptr + expert * (2 * n) + row).to(tl.float32)[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
-        values = _activated(gate, up, out_ptr.dtype.element_ty, GATED)
+        values = activated(gate, up, out_ptr.dtype.element_ty, GATED)
         out = out_ptr + place.to(tl.int64)[None, :] * n + out_row[:, None]
         tl.store(out, values, mask=there[None, :] & (out_row[:, None] < n))
 
@@ -301,7 +278,7 @@ def experts(
         name=f"experts_gate_up{_suffix(w.gate_up)}",
         target=target,
         out_type=jax.ShapeDtypeStruct((pairs, w.width), x.dtype),
-        GATED=_OSS.value if activation == "swiglu_oss" else gating(activation),
+        GATED=OSS.value if activation == "swiglu_oss" else gating(activation),
         LATE=config.down.ahead > 0,
         **launch_arguments(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, target),
     )  # fmt: skip

@@ -24,26 +24,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.dense_matmul.triton_streaming import accumulate as dense_sums
 from jaxserve_kernels.experts.config import limits_of
+from jaxserve_kernels.experts.triton_activation import OSS, activated_sums
 from jaxserve_kernels.experts.triton_choice import chosen, of_columns
-from jaxserve_kernels.experts.types import (
-    SWIGLU_OSS_ALPHA,
-    SWIGLU_OSS_LIMIT,
-    ExpertActivation,
-    ExpertWeights,
-    Routing,
-    stacked,
-)
+from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing, stacked
 from jaxserve_kernels.quantized_matmul.triton_streaming import accumulate, rows_of
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 
 _PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
-OSS = gl.constexpr(3)
-"""gpt-oss's activation; beside the values of `activation.gating`."""
-_ALPHA = gl.constexpr(SWIGLU_OSS_ALPHA)
-_LIMIT = gl.constexpr(SWIGLU_OSS_LIMIT)
 _ROWS = 64
 _RESERVED = 1024
 """Bytes of shared memory that the system reserves for each program."""
@@ -107,18 +96,6 @@ def _add_bias(acc, bias_ptr, n: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def activated(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
-    """`reference.swiglu_oss`, or `gated`, in float32."""
-    if GATED == OSS:
-        gate = gl.minimum(gate.to(dtype).to(gl.float32), _LIMIT)
-        up = gl.minimum(gl.maximum(up.to(dtype).to(gl.float32), -_LIMIT), _LIMIT)
-        values = (up + 1.0) * gate / (1.0 + gl.exp(-_ALPHA * gate))
-    else:
-        values = gated_sums(gate, up, dtype, GATED)
-    return values
-
-
-@gluon.jit
 def _gate_up(
     x_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr, shared_scale_ptr,
     shared_second_ptr, bias_ptr, scores_ptr, router_bias_ptr, out_ptr,
@@ -156,7 +133,7 @@ def _gate_up(
         acc = _add_bias(acc, bias_ptr + expert * (2 * n), n, True)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    values = activated(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
+    values = activated_sums(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
     layout: gl.constexpr = values.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     there = (token < tokens) & (of_columns(choices, tokens, TOKENS, layout) >= 0)

@@ -28,7 +28,8 @@ from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import Config, Launch
 from jaxserve_kernels.experts.triton import launch_arguments
-from jaxserve_kernels.experts.triton_few import OSS, activated, expert_arrays, expert_at
+from jaxserve_kernels.experts.triton_activation import OSS, activated_sums
+from jaxserve_kernels.experts.triton_few import expert_arrays, expert_at
 from jaxserve_kernels.experts.triton_streaming_copies import copy_codes, copy_inputs, guess
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NO_ZERO
@@ -105,7 +106,7 @@ def _finish(
         values = acc
     else:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        values = activated(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
+        values = activated_sums(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
     layout: gl.constexpr = values.type.layout
     rows: gl.constexpr = values.shape[0]
     row = gl.program_id(0) * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))
