@@ -84,3 +84,12 @@ def copy_unit(
         values = value_words_ptr + tile * (GROUP * BITS // 4 * QUARTER)
         _copy_words(tiles.slice(2, BITS // 2), values, BITS // 2, QUARTER, CHUNK)
         _copy_scales(scales.index(stage), scales_ptr + tile * (3 * (DIM + GROUP)), GROUP)
+
+
+@gluon.jit
+def units_of(position, GROUP: gl.constexpr, CHUNK: gl.constexpr):
+    """The units of a context: see `triton_attention.units_of`."""
+    own = position // GROUP
+    sink = gl.minimum(own, 1) * (GROUP // CHUNK)
+    raw = sink + position % GROUP // CHUNK + 1
+    return sink, raw, raw + gl.maximum(own - 1, 0)

@@ -26,7 +26,8 @@ from jaxserve_kernels.kv_format.base import AttentionStep, limits_of
 from jaxserve_kernels.kv_format.kvarn.layout import KVarNKV
 from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
 from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads
-from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit
+from jaxserve_kernels.kv_format.kvarn.triton_merge import merge
+from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit, units_of
 from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes, visit_raw
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton_heads import token_heads
@@ -51,15 +52,6 @@ _QUARTER = 32
 
 _CHUNK = 64
 """Keys in full precision per unit."""
-
-
-@gluon.jit
-def _units(position, GROUP: gl.constexpr, CHUNK: gl.constexpr):
-    """The units of a context: see `triton_attention.units_of`."""
-    own = position // GROUP
-    sink = gl.minimum(own, 1) * (GROUP // CHUNK)
-    raw = sink + position % GROUP // CHUNK + 1
-    return sink, raw, raw + gl.maximum(own - 1, 0)
 
 
 @gluon.jit
@@ -124,7 +116,7 @@ def _attend(
     token = gl.load(first_ptr + tile).to(gl.int64)
     own = position // GROUP
     offset = position % GROUP
-    sink_units, raw_units, units = _units(position, GROUP, CHUNK)
+    sink_units, raw_units, units = units_of(position, GROUP, CHUNK)
     per_split = gl.maximum((units + SPLITS - 1) // SPLITS, MIN_UNITS)
     begin = split * per_split
     stop = gl.minimum(begin + per_split, units)
@@ -267,77 +259,6 @@ def _attend(
         gl.store(weight_ptr + part + query, weight, mask=query < group)
 
 
-@gluon.jit
-def _merge(
-    sums_ptr, peak_ptr, weight_ptr, first_ptr, length_ptr, position_ptr, out_ptr,
-    q_heads: gl.constexpr, kv_heads: gl.constexpr,
-    ROWS: gl.constexpr, HEADS: gl.constexpr, QUARTER: gl.constexpr, GROUP: gl.constexpr,
-    CHUNK: gl.constexpr, SPLITS: gl.constexpr, MIN_UNITS: gl.constexpr, WIDTH: gl.constexpr,
-    EARLY: gl.constexpr = False,
-):  # fmt: skip
-    """Merges the parts of a tile and HEADS query heads that share a KV head: adds them by their
-    softmax weights, WIDTH at a time, and rotates the sum back. Warps share the parts of a single
-    head, or take one head each."""
-    DIM: gl.constexpr = 4 * QUARTER
-    group: gl.constexpr = q_heads // kv_heads
-    SHARE: gl.constexpr = gl.num_warps() if HEADS == 1 else 1
-    wide: gl.constexpr = gl.BlockedLayout(
-        [WIDTH // SHARE, 1, 1], [1, 1, 32], [SHARE, gl.num_warps() // SHARE, 1], [2, 1, 0]
-    )
-    flat: gl.constexpr = gl.SliceLayout(0, wide)
-    tile = gl.program_id(0)
-    kv_head = gl.program_id(1)
-    first_head = 0
-    if HEADS == 1:
-        first_head = kv_head % group
-        kv_head = kv_head // group
-    length = gl.load(length_ptr + tile)
-    token = gl.load(first_ptr + tile).to(gl.int64)
-    _, _, units = _units(gl.load(position_ptr + tile), GROUP, CHUNK)
-    per_split = gl.maximum((units + SPLITS - 1) // SPLITS, MIN_UNITS)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    if length == 0:
-        return
-    used = (units + per_split - 1) // per_split
-    number = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
-    number = gl.expand_dims(gl.expand_dims(number, 1), 2)
-    head = first_head + gl.expand_dims(gl.arange(0, HEADS, gl.SliceLayout(1, flat)), 1)
-    dim = gl.expand_dims(gl.arange(0, QUARTER, gl.SliceLayout(0, flat)), 0)
-    first = (tile * kv_heads + kv_head).to(gl.int64) * (SPLITS * ROWS)
-    own = gl.expand_dims(gl.minimum(head, group - 1) + dim * 0, 0)
-    peak = gl.full([HEADS, QUARTER], MASKED, gl.float32, flat)
-    weight = gl.zeros([HEADS, QUARTER], gl.float32, flat)
-    x0 = weight
-    x1 = weight
-    x2 = weight
-    x3 = weight
-    for begin in range(0, used, WIDTH):
-        part = first + (begin + number) * ROWS + own
-        there = (begin + number < used) & (own >= 0)
-        peaks = gl.load(peak_ptr + part, mask=there, other=MASKED)
-        weights = gl.load(weight_ptr + part, mask=there, other=0.0)
-        source = sums_ptr + part * DIM + gl.expand_dims(dim, 0)
-        s0 = gl.load(source, mask=there, other=0.0)
-        s1 = gl.load(source + QUARTER, mask=there, other=0.0)
-        s2 = gl.load(source + 2 * QUARTER, mask=there, other=0.0)
-        s3 = gl.load(source + 3 * QUARTER, mask=there, other=0.0)
-        new_peak = gl.maximum(peak, gl.max(peaks, axis=0))
-        shares = gl.exp2(peaks - gl.expand_dims(new_peak, 0))
-        shrink = gl.exp2(peak - new_peak)
-        peak = new_peak
-        weight = weight * shrink + gl.sum(weights * shares, axis=0)
-        x0 = x0 * shrink + gl.sum(s0 * shares, axis=0)
-        x1 = x1 * shrink + gl.sum(s1 * shares, axis=0)
-        x2 = x2 * shrink + gl.sum(s2 * shares, axis=0)
-        x3 = x3 * shrink + gl.sum(s3 * shares, axis=0)
-    share = 1.0 / weight
-    x0, x1, x2, x3 = rotated(x0 * share, x1 * share, x2 * share, x3 * share)
-    target = out_ptr + (token * q_heads + kv_head * group + head) * DIM
-    store_heads(target, x0, x1, x2, x3, head < group)
-
-
 def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
     """Whether this kernel supports these heads and pages. Others use `triton_attention`."""
     _, _, kv_heads, group, quarter = kv.key_words.shape
@@ -400,7 +321,7 @@ def attend(
         alone = config.splits > _MERGED_BY_A_WARP
         out = triton_call(
             *found, tiles.first, tiles.length, tiles.position,
-            kernel=_merge,
+            kernel=merge,
             name="paged_attention_kvarn_inputs_merge",
             target=target,
             out_type=whole,
