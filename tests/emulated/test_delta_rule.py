@@ -64,7 +64,7 @@ def test_decode_rows_of_so_many_heads_that_programs_have_more(
 @DTYPES
 def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
     """A block, two with a rest, and a decode; prompts that end inside of the rows and before."""
-    mix = Mix([Part(1, 48, 16), Part(2, 0, 37), Part(0, 7, 1)], 64, (4, 64, 33, 0, 0))
+    mix = Mix([Part(1, 4800, 16), Part(2, 0, 37), Part(0, 7, 1)], 64, (4, 4816, 33, 0, 0))
     blocked = mix.step(CONFIG.block).rows.blocked
     assert blocked is not None and blocked.tolist() == [16, 32, 0, 0]
     bounds = Bounds(2e-6, 1e-6) if dtype == "float32" else Bounds(4e-3, 2e-5)
@@ -78,7 +78,7 @@ def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own(key_dim: int, value
     heads = Heads(key_heads=1, value_heads=2, key_dim=key_dim, value_dim=value_dim)
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
     assert hopper_blocks.fits(heads, config.block, jnp.bfloat16)
-    mix = Mix([Part(1, 64, 64), Part(2, 0, 130), Part(0, 7, 1)], 256, (4, 128, 130, 0, 0))
+    mix = Mix([Part(1, 6400, 64), Part(2, 0, 130), Part(0, 7, 1)], 256, (4, 6464, 130, 0, 0))
     names = check_rule(mix, config, "bfloat16", at_once, HOPPER, Bounds(4e-3, 2e-5))
     assert names == {"hopper_blocks"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jaxserve_kernels import pdl
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
-from tests.emulator.targets import HOPPER
+from tests.emulator.targets import HOPPER, with_pdl
 from tests.kernels.kv_steps import AS_WRITTEN, Sequences
 from tests.tiny_model import tiny_spec
 
@@ -30,11 +29,6 @@ PADDING = 3
 INT4 = Quantization(layers="int4", head="int8")
 STARTS = (0, 1, 63, 64, 130)
 ONE_EACH, MIXED = (1, 1, 1, 1, 1), (40, 1, 1, 29, 2)
-
-
-def with_pdl[R](function: Callable[..., R], *args: Any, target: Target) -> R:
-    """What `pdl.call` does, at once."""
-    return function(*args, target=target.replace(pdl=True))
 
 
 @pytest.mark.parametrize(

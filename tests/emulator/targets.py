@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from jaxserve_kernels.target import Target
 
@@ -18,3 +20,8 @@ def gpu(compute_capability: int, multiprocessors: int | None = None) -> Target:
 HOPPER = gpu(90)
 PDL = HOPPER.replace(pdl=True)
 """Kernels that may start before the one before them has ended."""
+
+
+def with_pdl[R](function: Callable[..., R], *args: Any, target: Target) -> R:
+    """What `pdl.call` does, at once."""
+    return function(*args, target=target.replace(pdl=True))

@@ -278,9 +278,15 @@ def test_a_block_gives_what_its_tokens_give_one_by_one(given_: tuple[Inputs, Flo
         assert np.linalg.norm(found - wanted) < BOUND * max(np.linalg.norm(wanted), 1e-3 * written)
 
 
-@pytest.mark.parametrize("rows", [2, 4])
-def test_padding_has_no_tokens_before_it(rows: int) -> None:
-    """Its offset in its row is 0, as its position is, wherever the other rows begin."""
-    step = step_of([Part(1, 700, 5), Part(0, 0, 3)], 12, rows, PADDING)
-    assert step.offsets(SLOTS + 1).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 0, 0]
-    assert step.rows.positions.tolist() == [700, 0, 0, 0][:rows]
+@given(st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 6)), max_size=3))
+def test_a_token_is_as_far_in_its_row_as_it_is_after_the_rows_first(
+    rows: list[tuple[int, int]],
+) -> None:
+    """Padding is at 0, wherever rows begin."""
+    parts = [Part(slot, *row) for slot, row in enumerate(rows)]
+    step = step_of(parts, 20, ROWS, PADDING)
+    expected = [index for part in parts for index in range(part.tokens)]
+    padding = 20 - len(expected)
+    assert step.offsets(SLOTS + 1).tolist() == expected + [0] * padding
+    starts = [part.start for part in parts]
+    assert step.rows.positions.tolist() == starts + [0] * (ROWS - len(parts))
