@@ -214,6 +214,20 @@ PROOFS = {
     "hybrid-serving": _served_loops("qwen3.5-27b", "int4", *FIRST_TOKENS),
     "hybrid-serving-27b-bf16": _served_loops("qwen3.5-27b", None, *FIRST_TOKENS),
     "hybrid-serving-35b-a3b": _served_loops("qwen3.5-35b-a3b", "fp8", *FIRST_TOKENS),
+    "hybrid-soak": Proof(
+        "a server of qwen3.5-35b-a3b lives through long and short prompts in turn; fp8",
+        6,
+        tuple(
+            f"scripts/bench_serving.py --url {{url}} {load} --seed {seed}"
+            f" --out {{out}}/{name}_{seed}.json"
+            for seed in range(1, 7)
+            for name, load in (
+                ("long", "--concurrency 16 --rounds 4 --prompt-tokens 4000 --output-tokens 32"),
+                ("short", "--concurrency 64 --rounds 2 --prompt-tokens 700 --output-tokens 100"),
+            )
+        ),
+        server=f"--model qwen3.5-35b-a3b --quantization fp8 --max-model-len 8192 {FEW_BUCKETS}",
+    ),
     "experts-serving": _served_loops("qwen3-30b-a3b", None, *TEN_CLIENTS),
     "experts-serving-int4": _served_loops("qwen3-30b-a3b", "int4", *TEN_CLIENTS),
     "experts-serving-gpt-oss": _served_loops(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,20 +94,31 @@ class _Recorder:
     """Stands for a runner whose steps take 5 ms, every second one `others` seconds more. Keeps
     their plans."""
 
-    def __init__(self, others: float = 0.0) -> None:
+    def __init__(self, clock: SimpleNamespace, others: float = 0.0) -> None:
         self.plans: list[StepPlan] = []
-        self._others = others
+        self._clock, self._others = clock, others
 
     def launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
         seconds = 0.005 + len(self.plans) % 2 * self._others
-        done = SimpleNamespace(block_until_ready=lambda: time.sleep(seconds))
-        return SimpleNamespace(results=done)
+
+        def wait() -> None:
+            self._clock.now += seconds
+
+        return SimpleNamespace(results=SimpleNamespace(block_until_ready=wait))
 
 
-def test_measured_prompts_end_with_their_rows() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Goes on only while somebody waits for a step."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
+
+
+def test_measured_prompts_end_with_their_rows(clock: SimpleNamespace) -> None:
     """Recurrent layers compute only a prompt's tokens in blocks, as they do in serving."""
-    runner: Any = _Recorder()
+    runner: Any = _Recorder(clock)
     measure.measure(runner, CONFIG)
     rows = [
         (row, admission)
@@ -131,7 +141,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("slow", ["decode", "mixed"])
 def test_a_busy_gpu_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace, slow: str
 ) -> None:
     """Another server starts during a part of the first measurement, and not after it."""
     idle = StepTimes(decode={1: 0.005, 4: 0.006}, mixed={8: 0.005, 32: 0.005})
@@ -139,19 +149,19 @@ def test_a_busy_gpu_is_measured_again(
     shared = replace(idle, **{slow: {size: 2.5 * each for size, each in times.items()}})
     made = iter([shared, idle])
     monkeypatch.setattr(measure, "measure", lambda *_: next(made))
-    runner: Any = _Recorder()
+    runner: Any = _Recorder(clock)
     file = tmp_path / "step_times.json"
     assert step_times(runner, CONFIG, file) == StepTimes.load(file) == idle
 
 
 @pytest.mark.usefixtures("gpu")
 def test_the_fastest_measurement_of_a_busy_gpu_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
     made = [StepTimes(decode={1: each, 4: each}, mixed={8: each, 32: each}) for each in (3, 1, 2)]
     left = iter(made)
     monkeypatch.setattr(measure, "measure", lambda *_: next(left))
-    runner: Any = _Recorder()
+    runner: Any = _Recorder(clock)
     assert step_times(runner, CONFIG, tmp_path / "step_times.json") == made[1]
 
 
@@ -160,6 +170,7 @@ def test_the_fastest_measurement_of_a_busy_gpu_counts(
 def test_times_of_a_busy_gpu_are_not_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
     others: float,
     kept: bool,
@@ -167,7 +178,7 @@ def test_times_of_a_busy_gpu_are_not_kept(
     """Every second step waits for the work of another process."""
     made = StepTimes(decode={1: 0.005, 4: 0.2}, mixed={8: 0.005, 32: 0.005})
     monkeypatch.setattr(measure, "measure", lambda *_: made)
-    runner: Any = _Recorder(others)
+    runner: Any = _Recorder(clock, others)
     file = tmp_path / "step_times.json"
     assert step_times(runner, CONFIG, file) == made
     assert file.exists() == kept
