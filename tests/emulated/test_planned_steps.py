@@ -4,7 +4,7 @@ reads or writes outside of its arrays."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +22,12 @@ from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.quantization import Quantization
 from jaxserve.plan import Admission, Sampled, StepPlan
-from jaxserve.runner import batch
-from jaxserve.runner.batch import Bucket, Updates
+from jaxserve.runner import batch, verify
+from jaxserve.runner.batch import Updates
 from jaxserve.runner.programs import RunnerConfig, programs
 from jaxserve.runner.step import DeviceState, run_step
+from jaxserve.runner.verify import VerifyBucket
+from jaxserve.runner.verify_step import run_verify_step
 from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import pdl
 from jaxserve_kernels.kv_format import KVFormat, named
@@ -91,7 +93,7 @@ class Case(NamedTuple):
         pages = 3 * CONTEXT // self.page + 1
         config = make_config(
             spec=self.spec, max_model_len=CONTEXT, num_pages=pages, page_size=self.page,
-            decode=(4,), prefill=(96,),
+            decode=(4,), prefill=(96,), verify=((4, 4),),
         )  # fmt: skip
         cache = replace(config.cache, own_tokens=self.kv_format.own_tokens)
         if self.spec.state is not None:
@@ -121,23 +123,26 @@ def test_rows_far_into_their_prompts_beside_padding(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last chunk of a long prompt, a short prompt, and padding; another prompt beside both as
-    they decode, without padding; then all decode."""
+    they decode, without padding; then all decode, with drafts at last."""
     monkeypatch.setattr(pdl, "call", with_pdl)
     case = CASES[name]
     spec, config = case.spec, case.config()
     abstract = decoder.abstract(spec, jnp.bfloat16)
     params = dummy_params(abstract, 0, case.quantization.encoder(spec))
-    (zero,) = (each.function for each in programs(config, params) if each.name == "state")
-    state = zero()
+    made = {each.name: each.function for each in programs(config, params)}
+    state, drafted = made["state"](), made[verify.EMPTY]()
+    options = {"spec": spec, "sampled_vocab": spec.vocab_size}
 
     def step(plan: StepPlan, target: Target) -> tuple[DeviceState, list[Sampled | None]]:
-        buckets = (each for each in config.all_buckets() if isinstance(each, Bucket))
-        (bucket,) = (each for each in buckets if each.kind == plan.kind)
+        (bucket,) = (each for each in config.all_buckets() if each.kind == plan.kind)
         updates = Updates.of(plan, config.sequences_shape[1], config.num_groups)
-        after = run_step(
-            params, state, jnp.asarray(batch.pack(plan, updates, bucket, config.padding_slot)),
-            spec=spec, bucket=bucket, sampled_vocab=spec.vocab_size, target=target,
-        )  # fmt: skip
+        own: Any = {"bucket": bucket, "target": target, **options}
+        if isinstance(bucket, VerifyBucket):
+            packed = jnp.asarray(verify.pack(plan, updates, bucket, config.padding_slot))
+            after, _ = run_verify_step(params, state, drafted, packed, **own)
+            return after, verify.unpack_results(plan, np.asarray(after.results), bucket)
+        packed = jnp.asarray(batch.pack(plan, updates, bucket, config.padding_slot))
+        after = run_step(params, state, packed, **own)
         return after, batch.unpack_results(plan, np.asarray(after.results), {})
 
     (long, first), (short, second), (last, third) = (
@@ -155,6 +160,9 @@ def test_rows_far_into_their_prompts_beside_padding(
             pages=last.entries,
         ),
         StepPlan(rows=(long.decode(770), short.decode(6), last.decode(94))),
+        StepPlan(
+            rows=(long.verify(771, (1, 2)), short.verify(7, (3,)), last.decode(95)), verify=True
+        ),
     ):
         _, found = step(plan, HOPPER)
         state, expected = step(plan, REFERENCE)
