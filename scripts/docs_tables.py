@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,37 +20,21 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxserve.cli.options import parse_args
-from jaxserve.config import ConfigError
-from jaxserve.models.registry import ARCHITECTURES, NAMED_MODELS
 from scripts.flag_tables import flags, flags_of, flags_of_convert
+from scripts.markdown_tables import TEXT, table
+from scripts.planner_tables import GIB, families, memory, named_models, planned
 
 MEASUREMENTS = ROOT / "docs" / "measurements"
 PLACE = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end of the table -->)", re.S)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 LOADS = ("c1", "c8", "c32", "c64", "c128", "c256")
-TEXT = "pick it when"
-TEXTS = ("", TEXT, "GPU", "short names")
-"""Heads of the columns that contain text."""
 KV_FORMATS = ("bf16", "int8", "fp8_e4m3", "kvarn_k4v4_g128", "kvarn_k4v2_g128")
 
 
 @cache
 def measured(name: str) -> Any:
     return json.loads((MEASUREMENTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *sources: str) -> str:
-    """A Markdown table, whose first column is text and the others numbers, then links to
-    `sources`."""
-    ends = ["---" if name in TEXTS else "---:" for name in head[1:]]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'|'.join(ends)}|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    if sources:
-        links = ", ".join(f"[{name}.json](measurements/{name}.json)" for name in sources)
-        lines += ["", f"Source: {links}."]
-    return "\n".join(lines)
 
 
 def load(engine: str, point: str) -> dict[str, float] | None:
@@ -291,78 +275,6 @@ def kv_formats() -> str:
     head = ["format", TEXT, "bytes per token, Qwen3-4B", "KL divergence, nats"]
     head += ["other top token", "correct of 2,840 answers"]
     return table(head, rows, "kv_accuracy_h200")
-
-
-def planned(gpu: str, line: str) -> Any:
-    """The result of `jaxserve plan`."""
-    from jaxserve.commands.plan import estimate
-
-    return estimate(parse_args(["--gpu", gpu, "--model", *line.split()], "plan"))
-
-
-GIB = 2**30
-
-
-def named_models() -> str:
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name in NAMED_MODELS:
-        try:
-            found = planned("b200", f"{name} --quantization int4 --fp8-copy off")
-            four = f"{found.weights / GIB:.1f}"
-        except ConfigError:  # its sizes are not multiples that the kernels support
-            four = "\u2013"
-        plain = planned("b200", f"{name} --gpu-memory 400Gi")
-        sizes = (
-            f"{plain.weights / GIB:.1f}",
-            four,
-            f"{plain.kv_bytes_per_token // 1024}",
-            f"{plain.model_max_len:,}",
-        )
-        rows.setdefault(sizes, []).append(f"`{name}`")
-    head = ["name", "weights, GiB", "in int4, GiB", "KV cache per token, KiB"]
-    return table([*head, "context"], ([", ".join(names), *sizes] for sizes, names in rows.items()))
-
-
-def families() -> str:
-    rows = [
-        [f"`{name}`", ", ".join(f"`{short}`" for short in family.NAMED)]
-        for name, family in ARCHITECTURES.items()
-    ]
-    return table(["Hugging Face class", "short names"], rows)
-
-
-SMALL = (
-    ("qwen3-8b", "rtx4090", "24 GB (RTX 3090, RTX 4090)"),
-    ("qwen3-8b --kv-cache-dtype int8", "rtx4090", "24 GB (RTX 3090, RTX 4090)"),
-    ("qwen3-8b --quantization int4", "rtx3060", "12 GB (RTX 3060)"),
-    ("qwen3-4b", "rtx4080", "16 GB (RTX 4080)"),
-    ("qwen3-32b --quantization int4", "rtx4090", "24 GB (RTX 4090)"),
-    ("qwen3-14b", "l40s", "48 GB (L40S)"),
-    ("qwen3-32b", "h100", "80 GB (H100)"),
-    ("qwen3-30b-a3b --quantization int4", "rtx4090", "24 GB (RTX 4090)"),
-    ("qwen3-30b-a3b", "h200", "141 GB (H200)"),
-    ("gpt-oss-20b", "rtx4090", "24 GB (RTX 4090)"),
-    ("gpt-oss-120b", "h100", "80 GB (H100)"),
-)
-
-
-def memory() -> str:
-    """Commands and their memory according to the planner, also for cards that were never tried."""
-    rows: list[list[str]] = []
-    for line, gpu, name in SMALL:
-        found = planned(gpu, line)
-        rows.append(
-            [
-                f"`jaxserve --model {line}`",
-                name,
-                f"{found.weights / GIB:.1f}",
-                f"{found.kv_tokens:,}",
-                f"{found.max_model_len:,}",
-                str(found.max_num_seqs),
-            ]
-        )
-    head = ["command", "GPU", "weights, GiB", "tokens in the KV cache", "context"]
-    return table([*head, "sequences at once"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL = 0.001
 """Python's switch interval in seconds: how soon a busy thread yields the interpreter's lock."""
-
 _MAX_UNREAD = 16 * 1024
 """Tokens and logprobs of one sequence that may wait for its client (about 6 MB)."""
 
