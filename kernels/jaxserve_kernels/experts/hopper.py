@@ -124,12 +124,12 @@ def _multiply_tile(
     """
     TOKENS: gl.constexpr = BOXES // 2 * 2 * _BOX
     TAIL: gl.constexpr = BOXES % 2 == 1
-    QUARTER: gl.constexpr = TOKENS // 2
+    SOME: gl.constexpr = TOKENS // 2
     BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
     GATHER: gl.constexpr = GATED != DOWN
     column += part * HALF
-    first = places(lists, begin, end, tokens, choices, QUARTER, GATED, BYTES)
-    then = places(lists, begin + QUARTER, end, tokens, choices, QUARTER, GATED, BYTES)
+    first = places(lists, begin, end, tokens, choices, SOME, GATED, BYTES)
+    then = places(lists, begin + SOME, end, tokens, choices, SOME, GATED, BYTES)
     last = first
     if TAIL:
         last = places(lists, begin + TOKENS, end, tokens, choices, _BOX, GATED, BYTES)
