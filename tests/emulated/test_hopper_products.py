@@ -13,7 +13,7 @@ from jaxserve_kernels import weights
 from jaxserve_kernels.dense_matmul import hopper as dense
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.e4m3 import hopper, hopper_bytes
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import format_for
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, TokenFormat, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.target import Target
 from tests.emulated.errors import relative_error
@@ -37,6 +37,21 @@ def in_e4m3(
     """Of tokens in e4m3: the sum of its parts, or gated."""
     codes = quantized(x, format_for(weight, x.shape[0], config), target=HOPPER)
     return (gated_product if gated else product)(module, codes, weight, config, target=target)
+
+
+@pytest.mark.parametrize(("order", "group"), [(Order.BYTES, 0), (Order.INPUTS, 128)], ids=str)
+def test_programs_of_several_short_tokens_quantise_like_those_of_one(
+    order: Order, group: int
+) -> None:
+    x = jax.random.normal(jax.random.key(0), (4096, 256), jnp.bfloat16)
+    form = TokenFormat(jnp.float8_e4m3fn, order, group, 4096)
+    together = quantized(x, form, target=HOPPER)
+    halves = [quantized(x[at : at + 2048], form, target=HOPPER) for at in (0, 2048)]
+    for name in ("codes", "scale", "sums") if group else ("codes", "scale"):
+        parts = [np.asarray(getattr(half, name), np.float32) for half in halves]
+        axis = 1 if name == "sums" else 0
+        expected = np.concatenate([np.take(each, np.arange(2048), axis) for each in parts], axis)
+        np.testing.assert_array_equal(np.asarray(getattr(together, name), np.float32), expected)
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 3], ids=["pieces", "turns"])

@@ -17,6 +17,10 @@ _BYTES = tl.constexpr(Order.BYTES.value)
 _WORDS = tl.constexpr(Order.WORDS.value)
 _HALF_WORDS = tl.constexpr(Order.HALF_WORDS.value)
 
+_SHORT, _MANY, _SHORT_EACH = 1024, 4096, 4
+"""Tokens of so few inputs, if there are so many, have programs of so many: the hidden activations
+of small experts."""
+
 
 @triton.jit
 def store_quantized(
@@ -83,18 +87,25 @@ def _in_registers(word, nibble):
 def _quantize(
     x_ptr, padded, codes_ptr, scale_ptr, sum_ptr,
     k: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
+    """All of a program's tokens are requested before the first is quantised."""
+    first = tl.program_id(0) * TOKENS
     place = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + token.to(tl.int64) * k + place, mask=place < k, other=0.0)
-    x = x.to(tl.float32)
-    store_quantized(x, token, padded, codes_ptr, scale_ptr, sum_ptr, k, GROUP, ORDER)
+    rows = ()
+    for index in tl.static_range(TOKENS):
+        at = (first + index).to(tl.int64) * k + place
+        rows = rows + (tl.load(x_ptr + at, mask=place < k, other=0.0),)  # noqa: RUF005
+    for index in tl.static_range(TOKENS):
+        x = rows[index].to(tl.float32)
+        store_quantized(x, first + index, padded, codes_ptr, scale_ptr, sum_ptr, k, GROUP, ORDER)
 
 
 def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens:
     """x [tokens, k] in 8 bits."""
     tokens, k = x.shape
     block = triton.next_power_of_2(k)
+    each = _SHORT_EACH if block <= _SHORT and tokens >= _MANY and tokens % _SHORT_EACH == 0 else 1
     return QuantizedTokens(
         *triton_call(
             x, form.padded,
@@ -102,9 +113,9 @@ def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens
             name="quantize_tokens",
             target=target,
             out_type=out_types(tokens, k, form),
-            grid=(tokens,),
+            grid=(tokens // each,),
             num_warps=max(1, min(16, block // 512)),
-            k=k, BLOCK=block, GROUP=form.group, ORDER=form.order.value,
+            k=k, BLOCK=block, GROUP=form.group, ORDER=form.order.value, TOKENS=each,
         )
     )  # fmt: skip
 
