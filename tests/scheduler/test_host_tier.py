@@ -177,13 +177,18 @@ def test_each_request_gets_the_tokens_it_would_get_alone(total: Counter[str]) ->
 def test_state_comes_back_with_its_pages(total: Counter[str]) -> None:
     """Rows of the fake runner check that they find the state of their own tokens."""
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(  # the same ones each time, too
+        max_examples=100,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(recurrent_tier_workloads())
     def run(tiered: TierWorkload) -> None:
         check(tiered)
 
     run()
-    assert total["loads"] and total["restored pieces"], total
+    assert total["loads"] > 5 and total["restored pieces"] > 10, total
 
 
 @pytest.mark.slow
