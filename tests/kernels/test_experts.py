@@ -174,12 +174,12 @@ FORMATS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 3, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 300, 600])
 @pytest.mark.parametrize("early", [False, True])
 def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None:
     """Rounding of hidden to bfloat16 where sums differ in their last bits: 4e-3 at most. Many
     tokens are multiplied with int4's values times scales as bfloat16 rounds them, and with fp8's
-    after they were rounded to e4m3."""
+    after they were rounded to e4m3. With 300 and 600 an expert's tiles have about 75 and 150."""
     sizes = (16, 4, 384, 256)
     args = made(tokens, sizes, FORMATS[name], biases=True, dtype=jnp.bfloat16)
 
@@ -193,7 +193,7 @@ def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None
     found = np.asarray(jax.jit(launch)(*args), np.float64).sum(0)
     reference = jax.jit(lambda *args: call(*args, target=REFERENCE))(*args)
     expected = np.asarray(reference, np.float64)[0]
-    many = {"int4": 8e-3, "fp8": 5e-2, "fp8-blocks": 5e-2} if tokens == 300 else {}
+    many = {"int4": 8e-3, "fp8": 5e-2, "fp8-blocks": 5e-2} if tokens >= 300 else {}
     most = many.get(name, 6e-3)
     assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
 
