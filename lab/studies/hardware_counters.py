@@ -86,7 +86,11 @@ def counted(case: str) -> list[dict[str, Any]]:
 
 def kernels(output: str) -> list[dict[str, Any]]:
     """Reads what `ncu --csv --page raw --print-units base` prints, after what the program itself
-    printed: a line of names, a line of units, and a line for each kernel."""
+    printed: a line of names, a line of units, and a line for each kernel.
+
+    Raises:
+      ValueError: there is no such line, because no kernel ran.
+    """
     start = output.find('"ID"')
     if start < 0:
         raise ValueError(f"ncu saw no kernel: {output[-500:]}")
