@@ -37,6 +37,7 @@ from jaxserve_kernels.experts.hopper_copy import (
     TILES,
     block_at,
     copy,
+    ring,
     tiles_of,
 )
 from jaxserve_kernels.experts.hopper_results import DOWN, finish, halves, places
@@ -65,7 +66,6 @@ _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _LEAST = gl.constexpr(LEAST)
 _BOXES = gl.constexpr(MAIN // BOX)
-_DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
 _ROWS = gl.constexpr(ROWS)
 _INT4 = gl.constexpr(INT4.value)
@@ -198,7 +198,8 @@ def _program(
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
     """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them.
-    scales: those of rows, or tiles of those of groups."""
+    scales: those of rows, or tiles of those of groups. The rings of weights have a block that is
+    copied in each stage; sums read the same memory by tiles."""
     gather: gl.constexpr = GATED != DOWN
     grouped: gl.constexpr = KIND >= _INT4 or (KIND != PLAIN and k > GROUP)
     dtype: gl.constexpr = x.dtype.element_ty if gather else x.dtype
@@ -207,23 +208,26 @@ def _program(
     depth: gl.constexpr = _PANEL * 8 // bits
     panels: gl.constexpr = 1 if KIND == PLAIN else 128 // depth
     all_panels: gl.constexpr = STAGES * panels
-    boxes = gl.allocate_shared_memory(dtype, [all_panels * _BOXES, _BOX, depth], panel)
+    x_ring = gl.allocate_shared_memory(dtype, [all_panels, _MAIN, depth], panel)
     t_ring = gl.allocate_shared_memory(dtype, [all_panels, _BOX, depth], panel)
-    x_ring = boxes.reinterpret(dtype, [all_panels, _MAIN, depth], panel)
+    w_stages = ring(w, STAGES)
+    width: gl.constexpr = w.block_shape[-1]
+    rows_of: gl.constexpr = gl.NVMMASharedLayout(2 * width, 16, rank=2)
     if KIND == PLAIN:
-        weight: gl.constexpr = 2 * _ROWS * _DEPTH * 2
-        w_ring = gl.allocate_shared_memory(w.dtype, [STAGES, 2 * _ROWS, _DEPTH], w.layout)
+        weight: gl.constexpr = 2 * _ROWS * width * 2
+        w_ring = w_stages.reinterpret(w.dtype, [STAGES, 2 * _ROWS, width], rows_of)
     else:
         arrays: gl.constexpr = 1 + ZERO if grouped else 0  # of four bytes for each row
-        weight: gl.constexpr = 2 * _ROWS * (w.block_shape[1] * 2 + arrays * 4)
-        w_ring = gl.allocate_shared_memory(
-            w.dtype, [STAGES * TILES, 64, w.block_shape[1]], w.layout
-        )
-    s_ring, z_ring = w_ring, w_ring
+        weight: gl.constexpr = 2 * _ROWS * (width * 2 + arrays * 4)
+        w_ring = w_stages.reinterpret(w.dtype, [STAGES * TILES, 64, width], rows_of)
+    s_stages, z_stages, s_ring, z_ring = w_stages, w_stages, w_ring, w_ring
+    flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
     if grouped:
-        s_ring = gl.allocate_shared_memory(scales.dtype, [STAGES * TILES, 64], scales.layout)
+        s_stages = ring(scales, STAGES)
+        s_ring = s_stages.reinterpret(scales.dtype, [STAGES * TILES, 64], flat)
     if ZERO:
-        z_ring = gl.allocate_shared_memory(zeros.dtype, [STAGES * TILES, 64], zeros.layout)
+        z_stages = ring(zeros, STAGES)
+        z_ring = z_stages.reinterpret(zeros.dtype, [STAGES * TILES, 64], flat)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -231,7 +235,7 @@ def _program(
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     rings = (x_ring, t_ring, w_ring, s_ring, z_ring, ready, free)
-    filled = (boxes, t_ring, w_ring, s_ring, z_ring, ready, free)
+    filled = (x_ring, t_ring, w_stages, s_stages, z_stages, ready, free)
     lists = (order_ptr, weights_ptr, token_scale_ptr)
     gl.warp_specialize(
         [
@@ -247,7 +251,7 @@ def _program(
             )),
             (copy, (
                 (x, w, scales, zeros), filled, block_ptr, order_ptr, count, columns, step,
-                second, rows, inputs, k, choices, gather, grouped, ZERO, weight, panels, STAGES,
+                inputs, k, choices, gather, grouped, ZERO, weight, panels, STAGES,
             )),
         ],
         [4, GATHERERS // 32 if gather else 1],
@@ -304,14 +308,11 @@ def _product(
     count, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
-    codes, scale, _ = found.arrays
-    own, token_scale, bits = x, scale, 16
+    own, token_scale, bits = x, found.arrays[1], 16
     if found.operand is None:
         constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
-        shape, box = (count * rows, k), (ROWS, DEPTH)
     else:
         constants = {**found.operand.constants, "STAGES": 3}
-        shape, box = (-1, codes.shape[-1]), (64, codes.shape[-1])
     if tokens_in_bytes(found):
         form = TokenFormat(jnp.float8_e4m3fn, TokenOrder.BYTES, 0, x.shape[0])
         own, token_scale, _ = quantized(x, form, target=target)
@@ -321,9 +322,8 @@ def _product(
     blocks, order, weights, tokens = lists
     return triton_call(
         own if gated else tensor_descriptor(own, (BOX, PANEL * 8 // bits), _layout(PANEL, bits)),
-        tensor_descriptor(codes.reshape(shape), box, _layout(2 * box[1])),
-        *_scales(found, k), weights if bias is None else bias, blocks, order, weights, token_scale,
-        tokens,
+        *_weight(found, 2 if gated else 1, count, rows, k),
+        weights if bias is None else bias, blocks, order, weights, token_scale, tokens,
         kernel=_program,
         name=f"experts_{'gate_up' if gated else 'down'}_hopper",
         target=target,
@@ -336,17 +336,35 @@ def _product(
     )  # fmt: skip
 
 
-def _scales(weight: Stacked, inputs: int) -> tuple[Any, Any]:
-    """Scales and zero points of a weight: of rows as arrays, of groups as tiles of 64 rows."""
-    _, scale, zero = weight.arrays
+def _weight(weight: Stacked, halves: int, count: int, rows: int, inputs: int) -> tuple[Any, ...]:
+    """A weight, its scales and its zero points. TMA copies a step's block of each at once. Its
+    rows are those of gate and of up, the two halves of an expert; down is in one part. Scales of
+    rows are arrays."""
+    codes, scale, zero = weight.arrays
     known = weight.operand
-    if known is None or (known.kind < Kind.INT4 and known.group == inputs):
-        return scale, zero
-    tile = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    first, second = scale.reshape(-1), zero.reshape(-1)
-    return tensor_descriptor(first, (64,), tile), tensor_descriptor(second, (64,), tile)
+    if known is None:
+        plain = codes.reshape(count * halves, rows // halves, inputs)
+        box = halves, 2 * ROWS // halves, DEPTH
+        return tensor_descriptor(plain, box, _layout(2 * DEPTH, rank=3)), scale, zero
+    words = codes.shape[-1]
+    shape = count * halves, rows // halves // 64
+    box = halves, TILES.value // halves
+    tiles = tensor_descriptor(
+        codes.reshape(*shape, inputs // 128, 64, words),
+        (*box, 1, 64, words),
+        _layout(2 * words, rank=5),
+    )
+    if known.kind < Kind.INT4 and known.group == inputs:
+        return tiles, scale, zero
+    scale, zero = (
+        tensor_descriptor(
+            each.reshape(*shape, inputs // 128 * 64), (*box, 64), _layout(0, 32, rank=3)
+        )
+        for each in (scale, zero if known.zero else scale)
+    )
+    return tiles, scale, zero
 
 
-def _layout(size: int, bits: int = 16) -> Any:
+def _layout(size: int, bits: int = 16, rank: int = 2) -> Any:
     """Shared memory layout of rows of `size` bytes, with elements of `bits` bits."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=size, element_bitwidth=bits, rank=2)
+    return gl.NVMMASharedLayout(swizzle_byte_width=size, element_bitwidth=bits, rank=rank)

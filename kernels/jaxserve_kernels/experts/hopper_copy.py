@@ -18,10 +18,8 @@ MAIN, BOX = 128, 32
 """Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
 GATHERERS = gl.constexpr(128)
 """Threads that copy tokens which are not in expert order."""
-_ROWS = gl.constexpr(ROWS)
 _DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
-_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _BOXES = gl.constexpr(MAIN // BOX)
 TILES = gl.constexpr(2 * ROWS // 64)
@@ -55,35 +53,54 @@ def tiles_of(block_ptr, count: gl.constexpr, columns: gl.constexpr):
 
 
 @gluon.jit
+def ring(blocks, STAGES: gl.constexpr):
+    """Allocates room for a block of a tensor in each stage."""
+    shape: gl.constexpr = [STAGES] + blocks.block_shape  # noqa: RUF005
+    return gl.allocate_shared_memory(blocks.dtype, shape, blocks.layout)
+
+
+@gluon.jit
 def _copy_weight(
-    source, rings, bar, stage, row, step,
-    second: gl.constexpr, k: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
-):  # fmt: skip
-    """Copies rows of 64 inputs, or code tiles of 64 rows by 128 inputs with their groups' scales
-    and zero points."""
+    source, rings, bar, stage, expert, row, step, GROUPED: gl.constexpr, ZERO: gl.constexpr
+):
+    """Copies a step's rows of 64 inputs, or its code tiles of 64 rows by 128 inputs with their
+    groups' scales and zero points.
+
+    Each is one copy, because the compiler lets the producer's warps wait for each other between
+    copies to the same ring. What lies past the expert's last row is filled with 0.
+    """
     _, w, scales, zeros = source
     _, _, w_ring, s_ring, z_ring, _, _ = rings
+    half = expert * w.block_shape[0]
+    to = w_ring.index(stage)
     if w.dtype == gl.bfloat16:
-        place = w_ring.index(stage)
-        tma.async_load(w, [row, step * _DEPTH], bar, place.slice(0, _ROWS, dim=0))
-        tma.async_load(w, [row + second, step * _DEPTH], bar, place.slice(_ROWS, _ROWS, dim=0))
+        tma.async_load(w, [half, row, step * _DEPTH], bar, to)
     else:
-        half: gl.constexpr = TILES // 2
-        for tile in gl.static_range(TILES):
-            first = row + tile % half * 64 + tile // half * second
-            at = first * (k // 128) + step * 64
-            to = stage * TILES + tile
-            tma.async_load(w, [at, 0], bar, w_ring.index(to))
-            if GROUPED:
-                tma.async_load(scales, [at], bar, s_ring.index(to))
-            if ZERO:
-                tma.async_load(zeros, [at], bar, z_ring.index(to))
+        tma.async_load(w, [half, row // 64, step, 0, 0], bar, to)
+        if GROUPED:
+            tma.async_load(scales, [half, row // 64, step * 64], bar, s_ring.index(stage))
+        if ZERO:
+            tma.async_load(zeros, [half, row // 64, step * 64], bar, z_ring.index(stage))
+
+
+@gluon.jit
+def _box(x_ring, t_ring, panel, box: gl.constexpr):
+    """The place of a box in a panel of the rings.
+
+    It is a slice, because Triton 3.9 knows that slices do not overlap, and then the producer's
+    warps do not wait for each other between copies.
+    """
+    if box < _BOXES:
+        place = x_ring.index(panel).slice(box * _BOX, _BOX, dim=0)
+    else:
+        place = t_ring.index(panel)
+    return place
 
 
 @gluon.jit
 def _copy_tile(
-    source, rings, at, begin, end, row,
-    second: gl.constexpr, k: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
+    source, rings, at, begin, end, expert, row, k: gl.constexpr,
+    GROUPED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies the weights and tokens of one tile. Boxes without tokens are skipped."""
@@ -97,12 +114,12 @@ def _copy_tile(
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
         for some in gl.static_range(1, _BOXES + 2):
             mbarrier.expect(bar, WEIGHT + some * (PANELS * _BOX * _PANEL), pred=boxes == some)
-        _copy_weight(source, rings, bar, stage, row, step, second, k, GROUPED, ZERO)
+        _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED, ZERO)
         for panel in gl.static_range(PANELS):
             depth = (step * PANELS + panel) * inputs
             to = stage * PANELS + panel
             for box in gl.static_range(_BOXES + 1):
-                place = x_ring.index(to * _BOXES + box) if box < _BOXES else t_ring.index(to)
+                place = _box(x_ring, t_ring, to, box)
                 tma.async_load(x, [begin + box * _BOX, depth], bar, place, pred=box < boxes)
         at += 1
     return at
@@ -110,8 +127,8 @@ def _copy_tile(
 
 @gluon.jit
 def _gather_tile(
-    source, rings, order_ptr, at, begin, end, row,
-    second: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    source, rings, order_ptr, at, begin, end, expert, row,
+    inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     GROUPED: gl.constexpr, ZERO: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -132,17 +149,14 @@ def _gather_tile(
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, WEIGHT)
-        _copy_weight(source, rings, bar, stage, row, step, second, k, GROUPED, ZERO)
+        _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED, ZERO)
         for box in gl.static_range(_BOXES + 1):
             if begin + box * _BOX < end:
                 tokens = x_ptr + step * (PANELS * depth) + places[box]
                 for panel in gl.static_range(PANELS):
                     to = stage * PANELS + panel
                     there = step * (PANELS * depth) + panel * depth + depths < inputs
-                    if box < _BOXES:
-                        _gather(x_ring.index(to * _BOXES + box), tokens, there, panel, inputs, k)
-                    else:
-                        _gather(t_ring.index(to), tokens, there, panel, inputs, k)
+                    _gather(_box(x_ring, t_ring, to, box), tokens, there, panel, inputs, k)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         at += 1
     return at
@@ -163,7 +177,7 @@ def _gather(place, source, there, panel: gl.constexpr, inputs: gl.constexpr, k: 
 def copy(
     source, rings, block_ptr, order_ptr,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
-    second: gl.constexpr, rows: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr,
+    inputs: gl.constexpr, k: gl.constexpr,
     choices: gl.constexpr, GATHER: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -181,15 +195,15 @@ def copy(
     expert, begin, end = block_at(block_ptr, tile, count, columns)
     for _ in range(tiles):
         later = block_at(block_ptr, tile + stride, count, columns)
-        row = expert * rows + tile % columns * step
+        row = tile % columns * step
         if GATHER:
             at = _gather_tile(
-                source, rings, order_ptr, at, begin, end, row, second, inputs, k, choices, GROUPED,
+                source, rings, order_ptr, at, begin, end, expert, row, inputs, k, choices, GROUPED,
                 ZERO, WEIGHT, PANELS, STAGES,
             )  # fmt: skip
         else:
             at = _copy_tile(
-                source, rings, at, begin, end, row, second, k, GROUPED, ZERO, WEIGHT, PANELS, STAGES
+                source, rings, at, begin, end, expert, row, k, GROUPED, ZERO, WEIGHT, PANELS, STAGES
             )
         tile += stride
         expert, begin, end = later
