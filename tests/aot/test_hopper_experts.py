@@ -15,15 +15,16 @@ QWEN, GPT_OSS = (2048, 768), (2880, 2880)
 """Embed and width of Qwen3-30B-A3B and gpt-oss-20b."""
 
 
-def compiled(name: str, sizes: tuple[int, int], *, gated: bool) -> Any:
+def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = False) -> Any:
     from jaxserve_kernels.experts.hopper import _program
     from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, PANEL
+    from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 
     embed, width = sizes
     n, k = (width, embed) if gated else (embed, width)
     rows = 2 * n if gated else n
-    in_bytes = name.startswith("fp8")
-    words = 64 if in_bytes or name == "int8" else 32
+    in_bytes = name.startswith(("fp8", "int4", "mxfp4"))
+    words = 32 if name in ("int4", "mxfp4") else 64
     plain = name == "bf16"
     oss = sizes == GPT_OSS
     padded = k if plain else k + -k % 128
@@ -43,24 +44,30 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool) -> Any:
         "w": tma_blocks(tiles[0], tiles[1] * 64, DEPTH)
         if plain
         else tma_blocks(*tiles, 1, 64, words, dtype="u16", swizzle=2 * words),
-        "scales": scales, "zeros": scales,
+        "scales": scales, "scale_ptr": "*u32" if name == "mxfp4" else "*fp32", "zero_ptr": "*i32",
         "bias_ptr": "*bf16", "weights_ptr": "*fp32", "token_scale_ptr": "*fp32",
         "tokens": "i32", "out_ptr": "*bf16",
     }  # fmt: skip
+    inputs = k
+    if in_bytes:
+        inputs = padded + (2 * SUMS if name == "int4" else 0)
     constants = {
         "count": 229, "columns": -(-n // (128 if gated else 256)), "step": 128 if gated else 256,
-        "second": n if gated else 128, "rows": rows, "all_rows": 128 * rows, "n": n, "inputs": k,
-        "k": padded, "choices": 8, "STAGES": 4 if plain or in_bytes else 3, "BIAS": oss,
+        "second": n if gated else 128, "rows": rows, "all_rows": 128 * rows, "n": n,
+        "inputs": inputs, "k": padded, "choices": 8, "BIAS": oss,
+        "STAGES": 4 if plain or in_bytes else 3,
         "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name.removesuffix("-blocks")],
-        "GROUP": 128 if name in ("int4", "fp8-blocks") else padded, "ZERO": 0, "UNPACK": None,
+        "GROUP": 128 if name in ("int4", "fp8-blocks") else padded, "ZERO": int(zeros),
+        "UNPACK": None,
     }  # fmt: skip
     return compile_kernel(_program, types, constants)
 
 
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
     ("bf16", QWEN, True, 0), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 0),
-    ("int4", QWEN, True, 64), ("int4", QWEN, False, 64), ("int8", QWEN, False, 64),
-    ("mxfp4", GPT_OSS, True, 64), ("fp8", QWEN, True, 0), ("fp8", QWEN, False, 0),
+    ("int4", QWEN, True, 16), ("int4", QWEN, False, 16), ("int8", QWEN, False, 64),
+    ("mxfp4", GPT_OSS, True, 16), ("mxfp4", GPT_OSS, False, 16),
+    ("fp8", QWEN, True, 0), ("fp8", QWEN, False, 0),
     ("fp8-blocks", QWEN, True, 8), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
 def test_the_program_fits_and_its_products_do_not_wait(

@@ -298,7 +298,11 @@ def test_tiles_with_fewer_tokens_on_hopper() -> None:
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
 
 
-@pytest.mark.parametrize("quantize", [plain, WEIGHTS["fp8"]], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "quantize",
+    [plain, *(WEIGHTS[name] for name in ("fp8", "int4", "mxfp4"))],
+    ids=["bf16", "fp8", "int4", "mxfp4"],
+)
 def test_any_number_of_tokens_for_each_expert_on_hopper(quantize: Callable[[Any], Any]) -> None:
     """None, one, and one less or more than a box, a tile, or two tiles have."""
     counts = np.asarray([0, 1, 33, 128, 129, 161])
@@ -310,14 +314,9 @@ def test_any_number_of_tokens_for_each_expert_on_hopper(quantize: Callable[[Any]
     assert relative_error(summed(found), expected(*args)) < most
 
 
-@pytest.mark.parametrize(("quantize", "padded"), [
-    (WEIGHTS["int4"], False), (WEIGHTS["int4-zeros"], True), (WEIGHTS["int8"], False),
-    (WEIGHTS["mxfp4"], True),
-], ids=["int4", "int4-zeros", "int8", "mxfp4"])  # fmt: skip
-def test_many_tokens_of_codes_on_hopper(quantize: Callable[[Any], Any], padded: bool) -> None:
-    """Weights with more inputs than tokens have, too. Values times scales of groups are rounded."""
-    embed, width = (320, 192) if padded else (256, 128)
-    x, ids, factors, w = made(170, quantize, embed=embed, width=width, biases=padded)
+def test_many_tokens_of_8_bit_integers_on_hopper() -> None:
+    """Weights with more inputs than tokens have. Codes become bfloat16."""
+    x, ids, factors, w = made(170, WEIGHTS["int8"], embed=320, width=192, biases=True)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
     found = hopper.experts(x, ids, factors, w, "silu", target=gpu(90, multiprocessors=3))
     assert relative_error(summed(found), expected(x, ids, factors, w)) < 7e-3
@@ -330,18 +329,23 @@ def in_e4m3(x: Any) -> Any:
     return (wide / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
 
 
-@pytest.mark.parametrize(
-    "quantize", [WEIGHTS["fp8"], WEIGHTS["fp8-blocks"]], ids=["rows", "blocks"]
-)
-@pytest.mark.parametrize("biases", [False, True])
-def test_many_tokens_in_e4m3_on_hopper(quantize: Callable[[Any], Any], biases: bool) -> None:
-    """One expert has tiles of 140 tokens. The inputs of both products are rounded to e4m3; where
-    sums differ in their last bits, some hidden values are rounded to the other side."""
-    x, ids, factors, w = made(170, quantize, embed=256, width=384, biases=biases)
+IN_E4M3 = ["fp8", "fp8-blocks", "int4", "int4-zeros", "mxfp4"]
+
+
+@pytest.mark.parametrize("name", IN_E4M3)
+@pytest.mark.parametrize(("embed", "width"), [(256, 384), (320, 192)])
+def test_many_tokens_in_e4m3_on_hopper(name: str, embed: int, width: int) -> None:
+    """One expert has tiles of 140 tokens; a weight may have more inputs than tokens have. The
+    inputs of both products are rounded to e4m3; where sums differ in their last bits, some hidden
+    values are rounded to the other side."""
+    padded = embed % 128 > 0
+    if padded and name == "fp8-blocks":
+        pytest.skip("blocks have 128 inputs")
+    x, ids, factors, w = made(170, WEIGHTS[name], embed=embed, width=width, biases=padded)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
     found = hopper.experts(x, ids, factors, w, "silu", target=gpu(90, multiprocessors=3))
     rounded = jnp.zeros(x.shape)
-    gate_up, down = w.gate_up.dequantize(), w.down.dequantize()
+    gate_up, down = w.gate_up.dequantize()[..., :embed], w.down.dequantize()[..., :width]
     zeros = jnp.zeros((EXPERTS, 1))
     of_both = (zeros if each is None else each.astype(jnp.float32) for each in w[2:])
     gate_up_bias, down_bias = of_both
@@ -351,5 +355,5 @@ def test_many_tokens_in_e4m3_on_hopper(quantize: Callable[[Any], Any], biases: b
         hidden = in_e4m3((jax.nn.silu(gate) * up).astype(jnp.bfloat16))
         out = hidden @ down[expert].T + down_bias[expert]
         rounded += out * jnp.sum(jnp.where(ids == expert, factors, 0), axis=-1, keepdims=True)
-    assert relative_error(summed(found), rounded) < 2e-2
+    assert relative_error(summed(found), rounded) < 3e-2
     assert relative_error(summed(found), expected(x, ids, factors, w)) < 5e-2

@@ -12,6 +12,7 @@ from jax import Array
 from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
 from jaxserve_kernels.op import Refusal
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Kind, is_quantized
 
@@ -82,24 +83,29 @@ def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) ->
         return Refusal("not in bfloat16")
     if x.shape[1] % 64 or w.width % 64:
         return Refusal("not whole tiles of 64 inputs")
-    return _not_on_hopper(w.gate_up, x.shape[1]) or _not_on_hopper(w.down, w.width)
+    return _not_on_hopper(w.gate_up) or _not_on_hopper(w.down)
 
 
 def tokens_in_bytes(weight: Stacked) -> bool:
     """Whether `hopper` multiplies a weight with tokens in e4m3, each with one scale."""
-    return weight.operand is not None and weight.operand.kind is Kind.FP8
+    return weight.operand is not None and weight.operand.kind in _IN_BYTES
 
 
-def _not_on_hopper(weight: Any, inputs: int) -> Refusal | None:
+_IN_BYTES = (Kind.FP8, Kind.INT4, Kind.MXFP4)
+
+
+def _not_on_hopper(weight: Any) -> Refusal | None:
     if not is_quantized(weight):
         return None if weight.dtype == jnp.bfloat16 else Refusal("not in bfloat16")
     found = stacked(weight)
     if found is None or found.operand is None or found.operand.kind is Kind.NVFP4:
         return Refusal("written for codes with scales of 32 inputs or more")
-    if tokens_in_bytes(found) and weight.shape[-1] > inputs:
-        return Refusal("e4m3 tokens with fewer inputs than the weight")
-    small = found.operand.kind is Kind.INT4 and found.operand.group < 128
-    return Refusal("integers in groups of fewer than 128") if small else None
+    if found.operand.kind is not Kind.INT4:
+        return None
+    if found.operand.group < 128:
+        return Refusal("integers in groups of fewer than 128")
+    many = weight.shape[-1] > 128 * SUMS
+    return Refusal(f"integers in more than {SUMS} groups") if many else None
 
 
 def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:

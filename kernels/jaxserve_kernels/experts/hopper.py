@@ -4,7 +4,7 @@ A program walks over tiles of 256 weight rows of one expert (128 of gate and 128
 down) by 64, 96, 128 or 160 of its tokens. So most experts with about 128 tokens are one tile, and
 their weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`),
 even while the previous tile is being stored (`hopper_results`). Each of two warpgroups multiplies
-half of the rows (`hopper_sums`). Tokens of fp8 weights are rounded to e4m3 first.
+half of the rows (`hopper_sums`). Tokens of fp8 weights and of 4-bit ones are rounded to e4m3 first.
 
 Gate and up gather their tokens. The hidden activations are stored in expert order, so a tile of
 down reads consecutive rows. Rows past the end of an expert belong to the next one; their products
@@ -40,6 +40,7 @@ from jaxserve_kernels.experts.hopper_copy import (
     ring,
     tiles_of,
 )
+from jaxserve_kernels.experts.hopper_four_bits import four_bit_sums
 from jaxserve_kernels.experts.hopper_results import DOWN, finish, halves, places
 from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, shared_sums
 from jaxserve_kernels.experts.triton_activation import OSS
@@ -110,7 +111,7 @@ def _blocks(
 @gluon.jit
 def _multiply_tile(
     part: gl.constexpr,
-    rings, scale_ptr, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
+    rings, factors, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
     second: gl.constexpr, rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr,
     k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
@@ -136,15 +137,20 @@ def _multiply_tile(
     row = expert * rows + column
     left_tile = gl.minimum(row, all_rows - 64) // 64
     right_tile = gl.minimum(row + second, all_rows - 64) // 64
-    if KIND == PLAIN or BYTES:
+    if KIND >= _INT4:
+        left, right, short_left, short_right, at = four_bit_sums(
+            part, rings, factors, left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER, KIND,
+            ZERO,
+        )  # fmt: skip
+    elif KIND == PLAIN or BYTES:
         left, right, short_left, short_right, at = shared_sums(
-            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
+            part, rings, factors[0], left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
             KIND, GROUP,
         )  # fmt: skip
     else:
         left, right, short_left, short_right, at = code_sums(
-            part, rings, scale_ptr, left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
-            KIND, GROUP, ZERO, UNPACK,
+            part, rings, factors[0], left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
+            KIND, GROUP, UNPACK,
         )  # fmt: skip
     bias_ptr += expert * rows
     if TAIL:
@@ -161,7 +167,7 @@ def _multiply_tile(
 @gluon.jit
 def _multiply(
     part: gl.constexpr,
-    rings, scale_ptr, bias_ptr, block_ptr, lists, out_ptr, tokens,
+    rings, factors, bias_ptr, block_ptr, lists, out_ptr, tokens,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
@@ -179,7 +185,7 @@ def _multiply(
         for boxes in gl.static_range(_LEAST, _BOXES + 2):
             if used == boxes:
                 at = _multiply_tile(
-                    part, rings, scale_ptr, bias_ptr, lists, out_ptr, at, expert, begin, end,
+                    part, rings, factors, bias_ptr, lists, out_ptr, at, expert, begin, end,
                     column, tokens, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
                     KIND, GROUP, ZERO, UNPACK, boxes,
                 )  # fmt: skip
@@ -189,8 +195,8 @@ def _multiply(
 
 @gluon.jit
 def _program(
-    x, w, scales, zeros, bias_ptr, block_ptr, order_ptr, weights_ptr, token_scale_ptr, tokens,
-    out_ptr,
+    x, w, scales, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr, weights_ptr,
+    token_scale_ptr, tokens, out_ptr,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
@@ -198,7 +204,7 @@ def _program(
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
     """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them.
-    scales: those of rows, or tiles of those of groups. The rings of weights have a block that is
+    scales: tiles of those of groups, if there are any. The rings of weights have a block that is
     copied in each stage; sums read the same memory by tiles."""
     gather: gl.constexpr = GATED != DOWN
     grouped: gl.constexpr = KIND >= _INT4 or (KIND != PLAIN and k > GROUP)
@@ -217,41 +223,38 @@ def _program(
         weight: gl.constexpr = 2 * _ROWS * width * 2
         w_ring = w_stages.reinterpret(w.dtype, [STAGES, 2 * _ROWS, width], rows_of)
     else:
-        arrays: gl.constexpr = 1 + ZERO if grouped else 0  # of four bytes for each row
-        weight: gl.constexpr = 2 * _ROWS * (width * 2 + arrays * 4)
+        weight: gl.constexpr = 2 * _ROWS * (width * 2 + (4 if grouped else 0))
         w_ring = w_stages.reinterpret(w.dtype, [STAGES * TILES, 64, width], rows_of)
-    s_stages, z_stages, s_ring, z_ring = w_stages, w_stages, w_ring, w_ring
-    flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
+    s_stages, s_ring = w_stages, w_ring
     if grouped:
+        flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
         s_stages = ring(scales, STAGES)
         s_ring = s_stages.reinterpret(scales.dtype, [STAGES * TILES, 64], flat)
-    if ZERO:
-        z_stages = ring(zeros, STAGES)
-        z_ring = z_stages.reinterpret(zeros.dtype, [STAGES * TILES, 64], flat)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1 + GATHERERS if gather else 1)
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
-    rings = (x_ring, t_ring, w_ring, s_ring, z_ring, ready, free)
-    filled = (x_ring, t_ring, w_stages, s_stages, z_stages, ready, free)
+    rings = (x_ring, t_ring, w_ring, s_ring, ready, free)
+    filled = (x_ring, t_ring, w_stages, s_stages, ready, free)
     lists = (order_ptr, weights_ptr, token_scale_ptr)
+    factors = (scale_ptr, zero_ptr)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, rings, scales, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
+                0, rings, factors, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
                 columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND,
                 GROUP, ZERO, UNPACK,
             )),
             (_multiply, (
-                1, rings, scales, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
+                1, rings, factors, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
                 columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND,
                 GROUP, ZERO, UNPACK,
             )),
             (copy, (
-                (x, w, scales, zeros), filled, block_ptr, order_ptr, count, columns, step,
-                inputs, k, choices, gather, grouped, ZERO, weight, panels, STAGES,
+                (x, w, scales), filled, block_ptr, order_ptr, count, columns, step, inputs, k,
+                choices, gather, grouped, KIND == _INT4, weight, panels, STAGES,
             )),
         ],
         [4, GATHERERS // 32 if gather else 1],
@@ -308,21 +311,21 @@ def _product(
     count, rows, k = weight.shape
     found = stacked(weight)
     assert found is not None, f"no kernel knows {type(weight)}"
-    own, token_scale, bits = x, found.arrays[1], 16
+    _, scale, zero = found.arrays
+    own, token_scale, bits = x, scale, 16
     if found.operand is None:
         constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
     else:
         constants = {**found.operand.constants, "STAGES": 3}
     if tokens_in_bytes(found):
-        form = TokenFormat(jnp.float8_e4m3fn, TokenOrder.BYTES, 0, x.shape[0])
-        own, token_scale, _ = quantized(x, form, target=target)
+        own, token_scale, _ = quantized(x, _token_format(found, x.shape[0], k), target=target)
         constants["STAGES"], bits = 4, 8
     step = ROWS if gated else 2 * ROWS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
     return triton_call(
         own if gated else tensor_descriptor(own, (BOX, PANEL * 8 // bits), _layout(PANEL, bits)),
-        *_weight(found, 2 if gated else 1, count, rows, k),
+        *_weight(found, 2 if gated else 1, count, rows, k), scale, zero,
         weights if bias is None else bias, blocks, order, weights, token_scale, tokens,
         kernel=_program,
         name=f"experts_{'gate_up' if gated else 'down'}_hopper",
@@ -331,21 +334,30 @@ def _product(
         grid=(min(target.gpu.multiprocessors, blocks.shape[1] * columns),),
         num_warps=4,
         count=blocks.shape[1], columns=columns, step=step, second=n if gated else ROWS,
-        rows=rows, all_rows=count * rows, n=n, inputs=x.shape[1], k=k, choices=ids.shape[1],
+        rows=rows, all_rows=count * rows, n=n, inputs=own.shape[1], k=k, choices=ids.shape[1],
         BIAS=bias is not None, GATED=gated, **constants,
     )  # fmt: skip
 
 
-def _weight(weight: Stacked, halves: int, count: int, rows: int, inputs: int) -> tuple[Any, ...]:
-    """A weight, its scales and its zero points. TMA copies a step's block of each at once. Its
-    rows are those of gate and of up, the two halves of an expert; down is in one part. Scales of
-    rows are arrays."""
-    codes, scale, zero = weight.arrays
+def _token_format(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
+    """The format of tokens in e4m3 for a weight of `inputs` inputs."""
+    assert weight.operand is not None
+    orders = {Kind.FP8: TokenOrder.BYTES, Kind.MXFP4: TokenOrder.SWAPPED}
+    order = orders.get(weight.operand.kind, TokenOrder.INPUTS)
+    group = weight.operand.group if weight.operand.sums else 0
+    return TokenFormat(jnp.float8_e4m3fn, order, group, tokens, inputs=inputs, beside=group > 0)
+
+
+def _weight(weight: Stacked, halves: int, count: int, rows: int, inputs: int) -> tuple[Any, Any]:
+    """A weight and its groups' scales. TMA copies a step's block of each at once. Its rows are
+    those of gate and of up, the two halves of an expert; down is in one part. Without groups the
+    second one is any array."""
+    codes, scale, _ = weight.arrays
     known = weight.operand
     if known is None:
         plain = codes.reshape(count * halves, rows // halves, inputs)
         box = halves, 2 * ROWS // halves, DEPTH
-        return tensor_descriptor(plain, box, _layout(2 * DEPTH, rank=3)), scale, zero
+        return tensor_descriptor(plain, box, _layout(2 * DEPTH, rank=3)), scale
     words = codes.shape[-1]
     shape = count * halves, rows // halves // 64
     box = halves, TILES.value // halves
@@ -355,14 +367,9 @@ def _weight(weight: Stacked, halves: int, count: int, rows: int, inputs: int) ->
         _layout(2 * words, rank=5),
     )
     if known.kind < Kind.INT4 and known.group == inputs:
-        return tiles, scale, zero
-    scale, zero = (
-        tensor_descriptor(
-            each.reshape(*shape, inputs // 128 * 64), (*box, 64), _layout(0, 32, rank=3)
-        )
-        for each in (scale, zero if known.zero else scale)
-    )
-    return tiles, scale, zero
+        return tiles, scale
+    groups = scale.reshape(*shape, inputs // 128 * 64)
+    return tiles, tensor_descriptor(groups, (*box, 64), _layout(0, 32, rank=3))
 
 
 def _layout(size: int, bits: int = 16, rank: int = 2) -> Any:

@@ -20,6 +20,8 @@ GATHERERS = gl.constexpr(128)
 """Threads that copy tokens which are not in expert order."""
 _DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
+_MAIN = gl.constexpr(MAIN)
+_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _BOXES = gl.constexpr(MAIN // BOX)
 TILES = gl.constexpr(2 * ROWS // 64)
@@ -60,17 +62,15 @@ def ring(blocks, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_weight(
-    source, rings, bar, stage, expert, row, step, GROUPED: gl.constexpr, ZERO: gl.constexpr
-):
+def _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED: gl.constexpr):
     """Copies a step's rows of 64 inputs, or its code tiles of 64 rows by 128 inputs with their
-    groups' scales and zero points.
+    groups' scales.
 
     Each is one copy, because the compiler lets the producer's warps wait for each other between
     copies to the same ring. What lies past the expert's last row is filled with 0.
     """
-    _, w, scales, zeros = source
-    _, _, w_ring, s_ring, z_ring, _, _ = rings
+    _, w, scales = source
+    _, _, w_ring, s_ring, _, _ = rings
     half = expert * w.block_shape[0]
     to = w_ring.index(stage)
     if w.dtype == gl.bfloat16:
@@ -79,16 +79,14 @@ def _copy_weight(
         tma.async_load(w, [half, row // 64, step, 0, 0], bar, to)
         if GROUPED:
             tma.async_load(scales, [half, row // 64, step * 64], bar, s_ring.index(stage))
-        if ZERO:
-            tma.async_load(zeros, [half, row // 64, step * 64], bar, z_ring.index(stage))
 
 
 @gluon.jit
 def _box(x_ring, t_ring, panel, box: gl.constexpr):
     """The place of a box in a panel of the rings.
 
-    It is a slice, because Triton 3.9 knows that slices do not overlap, and then the producer's
-    warps do not wait for each other between copies.
+    It is a slice, because the compiler knows that slices of a panel do not overlap. Between copies
+    to places which it cannot tell apart, it lets the producer's warps wait for each other.
     """
     if box < _BOXES:
         place = x_ring.index(panel).slice(box * _BOX, _BOX, dim=0)
@@ -100,21 +98,25 @@ def _box(x_ring, t_ring, panel, box: gl.constexpr):
 @gluon.jit
 def _copy_tile(
     source, rings, at, begin, end, expert, row, k: gl.constexpr,
-    GROUPED: gl.constexpr, ZERO: gl.constexpr,
+    GROUPED: gl.constexpr, SUMS: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the weights and tokens of one tile. Boxes without tokens are skipped."""
-    x, _, _, _ = source
-    x_ring, t_ring, _, _, _, ready, free = rings
+    """Copies the weights and tokens of one tile. Boxes without tokens are skipped. SUMS: tokens
+    have a last step, of their sums."""
+    x, _, _ = source
+    x_ring, t_ring, _, _, ready, free = rings
     inputs: gl.constexpr = t_ring.shape[2]
     boxes = (end - begin + _BOX - 1) // _BOX
-    for step in range(k // (PANELS * inputs)):
+    steps: gl.constexpr = k // (PANELS * inputs)
+    for step in range(steps + SUMS):
         stage = at % STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
-        for some in gl.static_range(1, _BOXES + 2):
-            mbarrier.expect(bar, WEIGHT + some * (PANELS * _BOX * _PANEL), pred=boxes == some)
-        _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED, ZERO)
+        if step < steps:
+            _expect(bar, boxes, WEIGHT, PANELS)
+            _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED)
+        else:
+            _expect(bar, boxes, 0, PANELS)
         for panel in gl.static_range(PANELS):
             depth = (step * PANELS + panel) * inputs
             to = stage * PANELS + panel
@@ -126,51 +128,72 @@ def _copy_tile(
 
 
 @gluon.jit
+def _expect(bar, boxes, WEIGHT: gl.constexpr, PANELS: gl.constexpr):
+    for some in gl.static_range(1, _BOXES + 2):
+        mbarrier.expect(bar, WEIGHT + some * (PANELS * _BOX * _PANEL), pred=boxes == some)
+
+
+@gluon.jit
 def _gather_tile(
     source, rings, order_ptr, at, begin, end, expert, row,
     inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    GROUPED: gl.constexpr, ZERO: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr,
+    GROUPED: gl.constexpr, SUMS: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the weights of one tile and gathers its tokens. Boxes without tokens are skipped."""
-    x_ptr, _, _, _ = source
-    x_ring, t_ring, _, _, _, ready, free = rings
+    """Copies the weights of one tile and gathers its tokens. All of a panel are one copy, because
+    the compiler lets the warps wait for each other between any two."""
+    x_ptr, _, _ = source
+    x_ring, t_ring, _, _, ready, free = rings
     depth: gl.constexpr = t_ring.shape[2]
     flat: gl.constexpr = gl.BlockedLayout([1, depth // 8], [4, 8], [4, 1], [1, 0])
-    lane = gl.arange(0, _BOX, gl.SliceLayout(1, flat))
-    depths = gl.expand_dims(gl.arange(0, depth, gl.SliceLayout(0, flat)), 0)
-    places = ()
-    for box in gl.static_range(_BOXES + 1):
-        place = begin + box * _BOX + lane
-        pair = gl.load(order_ptr + place, mask=place < end, other=0)
-        places = places + (gl.expand_dims(pair // choices * inputs, 1) + depths,)  # noqa: RUF005
-    for step in range(k // (PANELS * depth)):
+    main = _tokens(x_ptr, order_ptr, begin, end, _MAIN, flat, depth, inputs, choices)
+    last = _tokens(x_ptr, order_ptr, begin + _MAIN, end, _BOX, flat, depth, inputs, choices)
+    steps: gl.constexpr = k // (PANELS * depth)
+    for step in range(steps + SUMS):
         stage = at % STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, WEIGHT)
-        _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED, ZERO)
-        for box in gl.static_range(_BOXES + 1):
-            if begin + box * _BOX < end:
-                tokens = x_ptr + step * (PANELS * depth) + places[box]
-                for panel in gl.static_range(PANELS):
-                    to = stage * PANELS + panel
-                    there = step * (PANELS * depth) + panel * depth + depths < inputs
-                    _gather(_box(x_ring, t_ring, to, box), tokens, there, panel, inputs, k)
+        if step < steps:
+            mbarrier.expect(bar, WEIGHT)
+            _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED)
+        else:
+            mbarrier.arrive(bar, count=1)
+        for panel in gl.static_range(PANELS):
+            to = stage * PANELS + panel
+            past = (step * PANELS + panel) * depth
+            _gather(x_ring.index(to), main, past, inputs, k)
+            if begin + _MAIN < end:
+                _gather(t_ring.index(to), last, past, inputs, k)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         at += 1
     return at
 
 
 @gluon.jit
-def _gather(place, source, there, panel: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr):
-    """Gathers one panel of a box. Inputs that only the padded weight has are filled with 0."""
-    source += panel * place.shape[1]
+def _tokens(
+    x_ptr, order_ptr, begin, end, TOKENS: gl.constexpr, layout: gl.constexpr, depth: gl.constexpr,
+    inputs: gl.constexpr, choices: gl.constexpr,
+):  # fmt: skip
+    """Pointers to the first `depth` inputs of tokens of a tile, which of the tokens are there, and
+    numbers of the inputs."""
+    place = begin + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    there = place < end
+    pair = gl.load(order_ptr + place, mask=there, other=0)
+    number = gl.expand_dims(gl.arange(0, depth, gl.SliceLayout(0, layout)), 0)
+    source = x_ptr + (gl.expand_dims(pair // choices * inputs, 1) + number)
+    there, _ = gl.broadcast(gl.expand_dims(there, 1), source)
+    return source, there, number
+
+
+@gluon.jit
+def _gather(place, tokens, past, inputs: gl.constexpr, k: gl.constexpr):
+    """Gathers a panel of tokens, from input `past` on. Tokens that are not there, and inputs that
+    only the padded weight has, are filled with 0."""
+    source, there, number = tokens
     if inputs < k:
-        there, _ = gl.broadcast(there, source)
-        async_copy.async_load(place, source, there)
-    else:
-        async_copy.async_load(place, source)
+        known, _ = gl.broadcast(past + number < inputs, source)
+        there = there & known
+    async_copy.async_load(place, source + past, there)
 
 
 @gluon.jit
@@ -178,17 +201,17 @@ def copy(
     source, rings, block_ptr, order_ptr,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
     inputs: gl.constexpr, k: gl.constexpr,
-    choices: gl.constexpr, GATHER: gl.constexpr, GROUPED: gl.constexpr, ZERO: gl.constexpr,
+    choices: gl.constexpr, GATHER: gl.constexpr, GROUPED: gl.constexpr, SUMS: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies the tokens and weights of every step of each of the program's tiles. Programs that run
     at the same time share the tokens of a block.
 
-    source: tokens, weights, scales and zero points. rings: of tokens, of their last box, of
-    weights, scales and zero points, and barriers of full and free stages. The tokens are a
-    descriptor of tokens in expert order. With GATHER they are a pointer to tokens in their original
-    order. TMA cannot gather those. So GATHERERS threads copy them by `cp.async`, and each arrives
-    at a full stage's barrier when its copies are done. Who reads them needs a fence.
+    source: tokens, weights and scales. rings: of tokens, of their last box, of weights and scales,
+    and barriers of full and free stages. The tokens are a descriptor of tokens in expert order.
+    With GATHER they are a pointer to tokens in their original order. TMA cannot gather those. So
+    GATHERERS threads copy them by `cp.async`, and each arrives at a full stage's barrier when its
+    copies are done. Who reads them needs a fence.
     """
     at = 0
     tile, stride, tiles = tiles_of(block_ptr, count, columns)
@@ -199,11 +222,11 @@ def copy(
         if GATHER:
             at = _gather_tile(
                 source, rings, order_ptr, at, begin, end, expert, row, inputs, k, choices, GROUPED,
-                ZERO, WEIGHT, PANELS, STAGES,
+                SUMS, WEIGHT, PANELS, STAGES,
             )  # fmt: skip
         else:
             at = _copy_tile(
-                source, rings, at, begin, end, expert, row, k, GROUPED, ZERO, WEIGHT, PANELS, STAGES
+                source, rings, at, begin, end, expert, row, k, GROUPED, SUMS, WEIGHT, PANELS, STAGES
             )
         tile += stride
         expert, begin, end = later

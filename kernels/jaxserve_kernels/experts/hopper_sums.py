@@ -1,6 +1,7 @@
 """The products of one warpgroup of `hopper.py`: its rows of a weight times the tokens of a tile.
 
-Quantised weights are converted in the registers that the tensor cores read.
+8-bit codes of other types than the tokens' are converted in the registers that the tensor cores
+read, those of 4 bits in `hopper_four_bits`.
 """
 
 from __future__ import annotations
@@ -14,30 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, MAIN, ROWS, TILES
-from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, INT8, MXFP4, OTHER
-from jaxserve_kernels.quantized_matmul.triton_unpack import (
-    MXFP4_POWER,
-    e2m1_times,
-    each,
-    int8_pair,
-    less_zero,
-    mxfp4_factors,
-    nibbles,
-)
+from jaxserve_kernels.experts.hopper_copy import BOX, MAIN, ROWS, TILES
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT8
+from jaxserve_kernels.quantized_matmul.triton_unpack import each, int8_pair
 
 _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
-_DEPTH = gl.constexpr(DEPTH)
 _ROWS = gl.constexpr(ROWS)
 HALF = gl.constexpr(ROWS // 2)
 """Rows of a warpgroup, of either half of a tile."""
 PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
-_OTHER = gl.constexpr(OTHER.value)
 _INT8 = gl.constexpr(INT8.value)
-_INT4 = gl.constexpr(INT4.value)
-_MXFP4 = gl.constexpr(MXFP4.value)
 
 
 @gluon.jit
@@ -54,7 +43,7 @@ def shared_sums(
     Before the products of a group of inputs are added, sums are divided by the group's scale, so
     that one accumulator is enough.
     """
-    x_ring, t_ring, w_ring, s_ring, _, ready, free = rings
+    x_ring, t_ring, w_ring, s_ring, ready, free = rings
     inputs: gl.constexpr = 16 if KIND == PLAIN else 32  # of the tensor cores' products
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, inputs])
     short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, inputs])
@@ -73,13 +62,13 @@ def shared_sums(
         right_scale = gl.load(at_row + right_tile * 64)
     for step in range(steps):
         stage = at % STAGES
-        _wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         if groups > 1:
-            scale = _divisor(s_ring.index(stage * TILES + part).load(row))
-            left, short_left = _times(left, short_left, left_scale / scale)
+            scale = divisor(s_ring.index(stage * TILES + part).load(row))
+            left, short_left = times(left, short_left, left_scale / scale)
             left_scale = scale
-            scale = _divisor(s_ring.index(stage * TILES + TILES // 2 + part).load(row))
-            right, short_right = _times(right, short_right, right_scale / scale)
+            scale = divisor(s_ring.index(stage * TILES + TILES // 2 + part).load(row))
+            right, short_right = times(right, short_right, right_scale / scale)
             right_scale = scale
         x = x_ring.index(stage).slice(0, TOKENS, dim=0).permute((1, 0))
         w_left = _weight_rows(w_ring, stage, 0, part)
@@ -87,12 +76,12 @@ def shared_sums(
         left = warpgroup_mma(w_left, x, left, is_async=True)
         right = warpgroup_mma(w_right, x, right, is_async=True)
         if TAIL:
-            x = _tail(x_ring, t_ring, stage, TOKENS).permute((1, 0))
+            x = tail(x_ring.index(stage), t_ring.index(stage), TOKENS).permute((1, 0))
             short_left = warpgroup_mma(w_left, x, short_left, is_async=True)
             short_right = warpgroup_mma(w_right, x, short_right, is_async=True)
         # Sums that are not divided wait for the products of the previous step only.
         behind: gl.constexpr = 0 if groups > 1 else 4 if TAIL else 2
-        left, right, short_left, short_right = _waited(
+        left, right, short_left, short_right = waited(
             left, right, short_left, short_right, behind, TAIL
         )
         if groups > 1:
@@ -101,28 +90,26 @@ def shared_sums(
             mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
         at += 1
     if groups == 1:
-        left, right, short_left, short_right = _waited(
-            left, right, short_left, short_right, 0, TAIL
-        )
+        left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
     if KIND != PLAIN:
-        left, short_left = _times(left, short_left, left_scale)
-        right, short_right = _times(right, short_right, right_scale)
+        left, short_left = times(left, short_left, left_scale)
+        right, short_right = times(right, short_right, right_scale)
     return left, right, short_left, short_right, at
 
 
 @gluon.jit
-def _tail(x_ring, t_ring, panel, TOKENS: gl.constexpr):
-    """The box after a tile's first TOKENS tokens."""
+def tail(panel, last, TOKENS: gl.constexpr):
+    """The box after the first TOKENS tokens of a panel; `last` after all of its tokens."""
     if TOKENS == _MAIN:  # noqa: SIM108  (a constant for the compiler)
-        box = t_ring.index(panel)
+        box = last
     else:
-        box = x_ring.index(panel).slice(TOKENS, _BOX, dim=0)
+        box = panel.slice(TOKENS, _BOX, dim=0)
     return box
 
 
 @gluon.jit
-def _wait(bar, phase, GATHER: gl.constexpr):
+def wait(bar, phase, GATHER: gl.constexpr):
     """Waits for a full stage. GATHER: its tokens were copied by threads, so the tensor cores see
     them only after a fence."""
     mbarrier.wait(bar, phase)
@@ -144,7 +131,7 @@ def _weight_rows(w_ring, stage, half: gl.constexpr, part: gl.constexpr):
 
 
 @gluon.jit
-def _waited(left, right, short_left, short_right, behind: gl.constexpr, TAIL: gl.constexpr):
+def waited(left, right, short_left, short_right, behind: gl.constexpr, TAIL: gl.constexpr):
     """The sums after all products but the last `behind` are done."""
     if TAIL:
         left, right, short_left, short_right = warpgroup_mma_wait(
@@ -156,7 +143,7 @@ def _waited(left, right, short_left, short_right, behind: gl.constexpr, TAIL: gl
 
 
 @gluon.jit
-def _divisor(scale):
+def divisor(scale):
     """Scales of rows, at least so large that sums can be divided by them."""
     return gl.where(gl.abs(scale) < 1e-18, 1e-18, scale)
 
@@ -165,13 +152,13 @@ def _divisor(scale):
 def code_sums(
     part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
-    GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    UNPACK: gl.constexpr,
+    GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """`shared_sums` of codes, with a scale per 128 inputs or per row. The tiles of codes are those
-    of the warpgroup's rows. While one warpgroup converts codes, the other one multiplies."""
-    _, _, _, _, _, ready, free = rings
-    SCALED: gl.constexpr = KIND >= _INT4 or k > GROUP  # else rows have scales
+    """`shared_sums` of 8-bit codes in bfloat16, with a scale per 128 inputs or per row. The tiles
+    of codes are those of the warpgroup's rows. While one warpgroup converts codes, the other one
+    multiplies."""
+    _, _, _, _, ready, free = rings
+    SCALED: gl.constexpr = k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 16])
@@ -181,29 +168,26 @@ def code_sums(
     short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
     for _ in range(steps):
         stage = at % STAGES
-        _wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         left, short_left = _add_codes(
             rings, stage, stage * TILES + part,
-            left, short_left, TAIL, KIND, SCALED, ZERO, UNPACK,
+            left, short_left, TAIL, KIND, SCALED, UNPACK,
         )  # fmt: skip
         right, short_right = _add_codes(
             rings, stage, stage * TILES + TILES // 2 + part,
-            right, short_right, TAIL, KIND, SCALED, ZERO, UNPACK,
+            right, short_right, TAIL, KIND, SCALED, UNPACK,
         )  # fmt: skip
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
-    if KIND == _MXFP4:
-        left, right = left * MXFP4_POWER, right * MXFP4_POWER
-        short_left, short_right = short_left * MXFP4_POWER, short_right * MXFP4_POWER
-    elif not SCALED:
+    if not SCALED:
         row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-        left, short_left = _times(left, short_left, gl.load(scale_ptr + left_tile * 64 + row))
-        right, short_right = _times(right, short_right, gl.load(scale_ptr + right_tile * 64 + row))
+        left, short_left = times(left, short_left, gl.load(scale_ptr + left_tile * 64 + row))
+        right, short_right = times(right, short_right, gl.load(scale_ptr + right_tile * 64 + row))
     return left, right, short_left, short_right, at
 
 
 @gluon.jit
-def _times(main, short, rows):
+def times(main, short, rows):
     """Multiplies sums by a factor for each row."""
     again = gl.convert_layout(rows, gl.SliceLayout(1, short.type.layout), assert_trivial=True)
     return main * gl.expand_dims(rows, 1), short * gl.expand_dims(again, 1)
@@ -212,32 +196,25 @@ def _times(main, short, rows):
 @gluon.jit
 def _add_codes(
     rings, stage, tile, main, short,
-    TAIL: gl.constexpr, KIND: gl.constexpr, SCALED: gl.constexpr,
-    ZERO: gl.constexpr, UNPACK: gl.constexpr,
+    TAIL: gl.constexpr, KIND: gl.constexpr, SCALED: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     """Adds the products of a tile of codes, 128 inputs, to main and short."""
     TOKENS: gl.constexpr = main.shape[1]
-    x_ring, t_ring, w_ring, s_ring, z_ring, _, _ = rings
+    x_ring, t_ring, w_ring, s_ring, _, _ = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, main.type.layout, 2)
     short_operand: gl.constexpr = gl.DotOperandLayout(0, short.type.layout, 2)
     row: gl.constexpr = gl.SliceLayout(1, operand)
     codes = w_ring.index(tile)
-    scale = 1.0
+    planes = int8_pair(codes.load(operand)) if KIND == _INT8 else UNPACK(codes.load(operand))
     if SCALED:
         scale = s_ring.index(tile).load(row)
-    zero = 8.0
-    if ZERO:
-        zero = z_ring.index(tile).load(row)
-    planes = _unpacked(codes.load(operand), scale, zero, KIND, SCALED, ZERO, UNPACK)
-    width: gl.constexpr = codes.shape[1]
-    for plane in gl.static_range(128 // width):
-        panel = stage * 2 + plane * width // _DEPTH
+        planes = (_scaled(planes[0], scale), _scaled(planes[1], scale))
+    for plane in gl.static_range(2):
+        panel = stage * 2 + plane
         x = x_ring.index(panel).slice(0, TOKENS, dim=0)
-        x = x.slice(plane * width % _DEPTH, width, dim=1)
         main = warpgroup_mma(planes[plane], x.permute((1, 0)), main, is_async=True)
         if TAIL:
-            x = _tail(x_ring, t_ring, panel, TOKENS)
-            x = x.slice(plane * width % _DEPTH, width, dim=1)
+            x = tail(x_ring.index(panel), t_ring.index(panel), TOKENS)
             again = gl.convert_layout(planes[plane], short_operand, assert_trivial=True)
             short = warpgroup_mma(again, x.permute((1, 0)), short, is_async=True)
     # The next step overwrites registers that these products read.
@@ -246,35 +223,6 @@ def _add_codes(
     else:
         main = warpgroup_mma_wait(0, deps=[main])
     return main, short
-
-
-@gluon.jit
-def _unpacked(
-    words, scale, zero, KIND: gl.constexpr, SCALED: gl.constexpr, ZERO: gl.constexpr,
-    UNPACK: gl.constexpr,
-):  # fmt: skip
-    """Returns four or two planes in bfloat16 [HALF, width], times their groups' scales, if any."""
-    if KIND == _INT4:
-        a, b, c, d = nibbles(words)
-        factor = scale * 64.0
-        planes = (
-            _scaled(less_zero(a, zero, 0, ZERO), factor),
-            _scaled(less_zero(b, zero, 1, ZERO), factor),
-            _scaled(less_zero(c, zero, 2, ZERO), factor),
-            _scaled(less_zero(d, zero, 3, ZERO), factor),
-        )
-    elif KIND == _MXFP4:
-        even, odd = mxfp4_factors(scale)
-        planes = e2m1_times(words, even, odd)
-    else:
-        if KIND == _OTHER:
-            planes = UNPACK(words)
-        else:
-            gl.static_assert(KIND == _INT8)
-            planes = int8_pair(words)
-        if SCALED:
-            planes = (_scaled(planes[0], scale), _scaled(planes[1], scale))
-    return planes
 
 
 @gluon.jit

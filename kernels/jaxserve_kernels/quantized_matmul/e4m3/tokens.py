@@ -13,6 +13,9 @@ from jax.typing import DTypeLike
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.weights import Quantized
 
+SUMS = 64
+"""Sums that follow a token's codes: they take as many bytes as 128 codes."""
+
 
 class QuantizedTokens(NamedTuple):
     """Tokens as codes times scales. Rows past the tokens fill up tiles; their content is
@@ -58,6 +61,9 @@ class Order(IntEnum):
     """The order in which `hopper` extracts e2m1 codes, if 32 words hold 128 inputs."""
     HALF_WORDS = 3
     """The order in which `hopper` extracts e2m1 codes, if 16 words hold 64 inputs."""
+    SWAPPED = 4
+    """The order in which experts extract e2m1 codes: the second and third of every four inputs
+    change places."""
 
 
 class TokenFormat(NamedTuple):
@@ -68,6 +74,11 @@ class TokenFormat(NamedTuple):
     group: int
     """Inputs per entry of `sums`; 0: no sums."""
     padded: int
+    inputs: int | None = None
+    """Codes of a token if it has fewer inputs than the weight; those past its inputs are 0."""
+    beside: bool = False
+    """Whether a token's sums follow its codes, as SUMS numbers in bfloat16, rather than being an
+    array of their own. Those past its groups are 0."""
 
 
 def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:

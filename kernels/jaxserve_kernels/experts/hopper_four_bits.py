@@ -1,0 +1,240 @@
+"""Sums of 4-bit codes for `hopper.py`. Codes become e4m3 in registers, from which the tensor cores
+read.
+
+A plane of codes, one nibble of each word of 64 rows, is a left operand of 32 inputs. No data moves
+between threads.
+
+- Integers are e4m3 numbers as they are: n * 2^-9. Zero points are subtracted at the end, as one
+  small product with the tokens' sums, which a last step of the rings brings.
+- MXFP4's codes are looked up in a table for each row and block: e2m1 values times a power of two.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+)
+
+from jaxserve_kernels.experts.hopper_copy import BOX, TILES
+from jaxserve_kernels.experts.hopper_sums import HALF, divisor, tail, times, wait, waited
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
+from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
+from jaxserve_kernels.quantized_matmul.triton_unpack import each, largest_exponent, power
+
+_BOX = gl.constexpr(BOX)
+_INT4 = gl.constexpr(INT4.value)
+_SUMS = gl.constexpr(SUMS)
+
+
+@gluon.jit
+def four_bit_sums(
+    part: gl.constexpr, rings, factors, left_tile, right_tile, at,
+    k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
+    GATHER: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs.
+
+    Sums are divided by the step's scale of their row before its products are added, so that one
+    accumulator is enough. All products end in their step: the next one overwrites registers that
+    they read, which the compiler does not prevent in a loop. Meanwhile the other warpgroup
+    multiplies.
+    """
+    x_ring, t_ring, w_ring, s_ring, ready, free = rings
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 32])
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    left = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    right = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    left_scale = _first(KIND, row)
+    right_scale = left_scale
+    for _ in range(k // 128):
+        stage = at % STAGES
+        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+        tile = stage * TILES + part
+        other = tile + TILES // 2
+        left_ratio, left_scale, left_words = _next(s_ring.index(tile), left_scale, KIND)
+        right_ratio, right_scale, right_words = _next(s_ring.index(other), right_scale, KIND)
+        left, short_left = times(left, short_left, left_ratio)
+        right, short_right = times(right, short_right, right_ratio)
+        codes = _unpacked(w_ring.index(tile), left_words, left_scale, layout, KIND)
+        left, short_left = _add(codes, x_ring, t_ring, stage, left, short_left, TAIL)
+        codes = _unpacked(w_ring.index(other), right_words, right_scale, layout, KIND)
+        right, short_right = _add(codes, x_ring, t_ring, stage, right, short_right, TAIL)
+        left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
+        mbarrier.arrive(free.index(stage), count=1)
+        at += 1
+    left_factor = _factor(left_scale, KIND)
+    right_factor = _factor(right_scale, KIND)
+    if KIND == _INT4:
+        left_zeros = _zeros(factors, left_tile, left_factor, k // 128, TOKENS, ZERO)
+        right_zeros = _zeros(factors, right_tile, right_factor, k // 128, TOKENS, ZERO)
+        stage = at % STAGES
+        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+        left, short_left = _less_zeros(rings, stage, left_zeros, left, short_left, TAIL)
+        right, short_right = _less_zeros(rings, stage, right_zeros, right, short_right, TAIL)
+        mbarrier.arrive(free.index(stage), count=1)
+        at += 1
+    left, short_left = times(left, short_left, left_factor)
+    right, short_right = times(right, short_right, right_factor)
+    return left, right, short_left, short_right, at
+
+
+@gluon.jit
+def _first(KIND: gl.constexpr, row: gl.constexpr):
+    """The scale of each row before the first step: a number, or MXFP4's exponent."""
+    if KIND == _INT4:
+        scale = gl.full([HALF], 1.0, gl.float32, row)
+    else:
+        scale = gl.zeros([HALF], gl.int32, row)
+    return scale
+
+
+@gluon.jit
+def _next(tile, before, KIND: gl.constexpr):
+    """The factor for the sums so far; the step's scale, for MXFP4 the largest exponent so far; and
+    the tile's words of scales."""
+    words = tile.load(before.type.layout)
+    if KIND == _INT4:
+        scale = divisor(words)
+        ratio = before / scale
+    else:
+        scale = gl.maximum(before, largest_exponent(words))
+        ratio = power(gl.maximum(before - scale + 127, 0))
+    return ratio, scale, words
+
+
+@gluon.jit
+def _factor(scale, KIND: gl.constexpr):
+    """What sums are multiplied by after the last step. Codes were 2^-9 and 2^6 of their values."""
+    return scale * 512.0 if KIND == _INT4 else power(gl.maximum(scale - 6, 0))
+
+
+@gluon.jit
+def _add(codes, x_ring, t_ring, stage, main, short, TAIL: gl.constexpr):
+    """Adds the products of codes to the sums. They run on."""
+    TOKENS: gl.constexpr = main.shape[1]
+    x = x_ring.index(stage).slice(0, TOKENS, dim=0)
+    main = warpgroup_mma(codes, x.permute((1, 0)), main, is_async=True)
+    if TAIL:
+        x = tail(x_ring.index(stage), t_ring.index(stage), TOKENS)
+        again: gl.constexpr = gl.DotOperandLayout(0, short.type.layout, 4)
+        codes = gl.convert_layout(codes, again, assert_trivial=True)
+        short = warpgroup_mma(codes, x.permute((1, 0)), short, is_async=True)
+    return main, short
+
+
+@gluon.jit
+def _unpacked(tile, words, scale, mma: gl.constexpr, KIND: gl.constexpr):
+    """A tile's codes as a left operand, [HALF, 128]."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    codes = tile.load(operand)
+    if KIND == _INT4:
+        planes = nibble_bytes(codes)
+    else:
+        words = gl.convert_layout(words, gl.SliceLayout(1, operand), assert_trivial=True)
+        largest = gl.convert_layout(scale, gl.SliceLayout(1, operand), assert_trivial=True)
+        planes = _looked_up(codes, words, largest)
+    both = gl.join(gl.join(planes[0], planes[2]), gl.join(planes[1], planes[3]))
+    joined = both.permute((0, 2, 3, 1)).reshape([HALF, 128]).to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(joined, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _zeros(
+    weight_factors, row_tile, factor, groups: gl.constexpr, TOKENS: gl.constexpr, ZERO: gl.constexpr
+):  # fmt: skip
+    """Minus scale times zero point of each row and group, divided by the row's factor, as a left
+    operand. Sums that were multiplied by the factor before would take more registers."""
+    scale_ptr, zero_ptr = weight_factors
+    most: gl.constexpr = (groups + 15) // 16 * 16
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    row = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, left)), 1)
+    group = gl.expand_dims(gl.arange(0, most, gl.SliceLayout(0, left)), 0)
+    place = row_tile * (groups * 64) + row + group * 64
+    known, _ = gl.broadcast(group < groups, place)
+    scale = gl.load(scale_ptr + place, mask=known, other=0.0)
+    zero = 8.0
+    if ZERO:
+        zero = gl.load(zero_ptr + place, mask=known, other=0).to(gl.float32)
+    factor = gl.convert_layout(-1.0 / factor, gl.SliceLayout(1, left), assert_trivial=True)
+    return (scale * zero * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _less_zeros(rings, stage, zeros, main, short, TAIL: gl.constexpr):
+    """Subtracts each group's scale times zero point times the tokens' sums."""
+    x_ring, t_ring, _, _, _, _ = rings
+    TOKENS: gl.constexpr = main.shape[1]
+    sums = _sums(x_ring.index(stage), zeros.shape[1])
+    main = _times_sums(zeros, sums.slice(0, TOKENS, dim=0), main)
+    if TAIL:
+        last = _sums(t_ring.index(stage), zeros.shape[1])
+        short = _times_sums(zeros, tail(sums, last, TOKENS), short)
+    return main, short
+
+
+@gluon.jit
+def _sums(panel, groups: gl.constexpr):
+    """The tokens' sums, [tokens, groups], in a panel."""
+    in_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    return panel.reinterpret(gl.bfloat16, [panel.shape[0], _SUMS], in_bytes).slice(0, groups, dim=1)
+
+
+@gluon.jit
+def _times_sums(zeros, sums, acc):
+    before: gl.constexpr = acc.type.layout
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
+    zeros = gl.convert_layout(zeros, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+    acc = warpgroup_mma(zeros, sums.permute((1, 0)), acc)
+    return gl.convert_layout(acc, before, assert_trivial=True)
+
+
+@gluon.jit
+def _looked_up(codes, words, largest):
+    """Four planes of MXFP4's codes as e4m3: e2m1 values times 64 times 2^(exponent - largest).
+
+    A value of the largest block is at most 384. So blocks with up to 2^-11 of its power are exact,
+    and smaller ones are 0. Of four words the second and the third change places: see
+    `tokens.Order.SWAPPED`.
+    """
+    shape: gl.constexpr = codes.shape
+    few0, many0 = _table(words, largest, 0)
+    few1, many1 = _table(words, largest, 1)
+    few2, many2 = _table(words, largest, 2)
+    few3, many3 = _table(words, largest, 3)
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 a, b, x, s;
+        shl.b32 a, $4, 4; shl.b32 b, $5, 4;
+        lop3.b32 x, $4, b, 0x0f0f0f0f, 0xe4; and.b32 x, x, 0x77777777; prmt.b32 x, x, x, 0x3120;
+        prmt.b32 s, a, b, 0x6240; prmt.b32 $0, $6, $10, x; lop3.b32 $0, s, 0x80808080, $0, 0xea;
+        shr.u32 x, x, 16;
+        prmt.b32 s, a, b, 0x7351; prmt.b32 $2, $22, $26, x; lop3.b32 $2, s, 0x80808080, $2, 0xea;
+        shr.u32 a, $4, 4;
+        lop3.b32 x, a, $5, 0x0f0f0f0f, 0xe4; and.b32 x, x, 0x77777777; prmt.b32 x, x, x, 0x3120;
+        prmt.b32 s, $4, $5, 0x6240; prmt.b32 $1, $14, $18, x; lop3.b32 $1, s, 0x80808080, $1, 0xea;
+        shr.u32 x, x, 16;
+        prmt.b32 s, $4, $5, 0x7351; prmt.b32 $3, $30, $34, x; lop3.b32 $3, s, 0x80808080, $3, 0xea;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r" + ",r" * 32,
+        [codes, each(few0, shape), each(many0, shape), each(few1, shape), each(many1, shape),
+         each(few2, shape), each(many2, shape), each(few3, shape), each(many3, shape)],
+        dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _table(words, largest, block: gl.constexpr):
+    """e2m1 magnitudes times 64 of a block, as e4m3 bytes: 0, 0.5, 1, 1.5 and 2, 3, 4, 6."""
+    down = largest - ((words >> (8 * block)) & 0xFF).to(gl.int32)
+    there = down <= 11
+    few = gl.where(there, 0x6C686000 - down * 0x08080800, 0)
+    many = gl.where(there, 0x7C787470 - down * 0x08080808, 0)
+    return few, many
