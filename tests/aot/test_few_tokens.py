@@ -120,6 +120,31 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
     assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == k_tiles * (config.num_stages - 1)
 
 
+@pytest.mark.parametrize("half", [20, 22])
+def test_half_a_tile_of_a_last_wave_takes_no_more_than_a_whole_one(
+    half: int, tmp_path: Path
+) -> None:
+    """Gate and up of Qwen3.6-27B. Both kinds of programs fill the same ring before they wait."""
+    from jaxserve_kernels.quantized_matmul.triton_streaming import _product_in_halves
+
+    types = {
+        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "second_ptr": "*fp32",
+        "out_ptr": "*bf16", "partial_ptr": "*fp32", "ended_ptr": "*i32",
+    }  # fmt: skip
+    constants = {
+        "tokens": 32, "n": 17_408, "k": 5120, "GATED": 1, "KIND": 2, "GROUP": 128, "ZERO": 0,
+        "TOKENS": 32, "ROWS": 64, "HALF": half, "HALVED": 148, "K_TILES": 2, "STAGES": 3,
+        "FIRST": False, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_kernel(_product_in_halves, types, constants)
+    check_registers_and_memory(kernel, tmp_path)
+    assert 3 * kernel.metadata.shared <= MOST_SHARED_MEMORY
+    whole, halves, _ = disassembled(tmp_path).split("ACQBULK")
+    halves = halves.rsplit("EXIT", 1)[1]
+    for before in (whole, halves):
+        assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * 2 * (3 - 1)
+
+
 @pytest.mark.parametrize("each", [16, 20])
 def test_warpgroups_that_share_tokens_fit_a_multiprocessor(each: int, tmp_path: Path) -> None:
     """Three that multiply and one that copies, with the registers that each needs. Of 20 k-steps of

@@ -32,11 +32,12 @@ SHARING = {
 """Kernels whose programs leave sums to others: tokens, and a format."""
 
 
-def sharing_call(name: str, target: Target) -> Any:
-    """The traced call of a kernel, for gate and up of Qwen3-4B."""
-    tokens, quantize = SHARING[name]
-    weight = jax.eval_shape(quantize, jax.ShapeDtypeStruct((19_456, 2560), jnp.bfloat16))
-    x = jax.ShapeDtypeStruct((tokens, 2560), jnp.bfloat16)
+def gated_call(
+    name: str, tokens: int, shape: tuple[int, int], quantize: Any, target: Target
+) -> Any:
+    """The traced call of a kernel, for gate and up of a shape."""
+    weight = jax.eval_shape(quantize, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    x = jax.ShapeDtypeStruct((tokens, shape[1]), jnp.bfloat16)
     program = jax.make_jaxpr(lambda x, w: gated_linear(x, w, target=target))(x, weight)
     (found,) = (each for each in program.eqns if each.params.get("name") == name)
     return found
@@ -44,13 +45,29 @@ def sharing_call(name: str, target: Target) -> Any:
 
 @pytest.mark.parametrize("name", SHARING)
 def test_grids_of_kernels_that_hand_sums_on_fit(name: str) -> None:
-    target = HOPPER.replace(checked=False, pdl=SHARING[name][0] <= 64)
-    call = sharing_call(name, target)
+    """For gate and up of Qwen3-4B."""
+    tokens, quantize = SHARING[name]
+    target = HOPPER.replace(checked=False, pdl=tokens <= 64)
+    call = gated_call(name, tokens, (19_456, 2560), quantize, target)
     assert call.params["zeroed_outputs"] and call.params["backend_options"]["together"]
     described = describe(call)
     programs = described.grid[0] * described.grid[1] * described.grid[2]
     at_once = residency.programs_at_once(described.code, target.gpu)
     assert programs <= at_once and at_once % target.gpu.multiprocessors == 0
+
+
+@pytest.mark.parametrize("tokens", [17, 32])
+@pytest.mark.parametrize("name", ["Int4", "Int8", "Fp8", "Nvfp4", "Mxfp4"])
+def test_whole_tiles_fill_a_wave_before_halves(name: str, tokens: int) -> None:
+    """Of gate and up of Qwen3.6-27B, 544 tiles. No program waits for another."""
+    quantize = getattr(weights, f"quantize_{name.lower()}")
+    target = HOPPER.replace(checked=False, pdl=True)
+    full = f"gated_linear_streaming_{name}Weight"
+    call = gated_call(full, tokens, (34_816, 5120), quantize, target)
+    assert call.params["zeroed_outputs"] and not call.params["backend_options"]["together"]
+    described = describe(call)
+    at_once = residency.programs_at_once(described.code, target.gpu)
+    assert at_once == 396 and described.grid == (at_once + 2 * (544 - at_once), 1, 1)
 
 
 @triton.jit

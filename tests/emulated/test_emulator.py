@@ -260,3 +260,45 @@ def test_programs_know_by_flags_what_others_have_left(flaw: dict[str, Any]) -> N
             doubled()
     else:
         np.testing.assert_array_equal(doubled(), [[2] * 16, [4] * 16, [8] * 16])
+
+
+@gluon.jit
+def _add_last(
+    out_ptr, partial_ptr, ended_ptr, SEM: gl.constexpr, COUNT_FIRST: gl.constexpr
+):  # fmt: skip
+    program = gl.program_id(0)
+    place = partial_ptr + gl.arange(0, 16)
+    before = 0
+    if COUNT_FIRST:
+        before = gl.atomic_add(ended_ptr, 1, sem=SEM, scope="gpu")
+    gl.store(place + program * 16, gl.arange(0, 16) + program)
+    if not COUNT_FIRST:
+        before = gl.atomic_add(ended_ptr, 1, sem=SEM, scope="gpu")
+    if before == 1:
+        gl.store(out_ptr + gl.arange(0, 16), gl.load(place) + gl.load(place + 16))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "flaw",
+    [{}, {"SEM": "relaxed"}, {"SEM": "acquire"}, {"SEM": "release"}, {"COUNT_FIRST": True}],
+    ids=str,
+)
+def test_who_ends_last_knows_by_a_count_what_others_have_left(
+    flaw: dict[str, Any], seed: int
+) -> None:
+    """Though programs run one after the other."""
+
+    def added() -> Any:
+        return launch.triton_call(
+            kernel=_add_last, name="add_last", target=HOPPER, grid=(2,), num_warps=1, seed=seed,
+            zeroed_outputs=(2,),
+            out_type=[jax.ShapeDtypeStruct(each, jnp.int32) for each in ((16,), (2, 16), (1,))],
+            **{"SEM": "acq_rel", "COUNT_FIRST": False, **flaw},
+        )[0]  # fmt: skip
+
+    if flaw:
+        with pytest.raises(Race, match="add_last reads where add_last may still write"):
+            added()
+    else:
+        np.testing.assert_array_equal(added(), np.arange(16) * 2 + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.emulated.weights import (
     product,
     tokens_and_weight,
 )
+from tests.emulator import launch
 from tests.emulator.targets import HOPPER, PDL, gpu
 
 GATED = 1e-3
@@ -48,6 +50,28 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
         assert relative_error(found, exact(x, weight)) < 1e-6
     both = gated_product(triton_streaming, x, weight, whole)
     assert relative_error(both, gating(exact(x, weight))) < GATED
+
+
+@pytest.mark.parametrize("depth", [1536, 1664, 1792])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_two_programs_share_each_tile_of_a_last_wave(
+    name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of six whole tiles and two others. Halves of whole k-steps; of different lengths; with a
+    rest. In whatever order programs end."""
+    x, weight = tokens_and_weight(24, 512, depth, WEIGHTS[name])
+    target = gpu(90, multiprocessors=2).replace(pdl=True)
+    call = config.Call.of(weight, 24, gated=True, target=target)
+    assert call is not None
+    chosen = config.streaming(call)
+    assert chosen.halved == 2
+    found: list[Any] = []
+    for seed in (0, 1):
+        in_order = functools.partial(launch.triton_call, seed=seed)
+        monkeypatch.setattr(triton_streaming, "triton_call", in_order)
+        found.append(gated_product(triton_streaming, x, weight, chosen, target=target))
+    assert relative_error(found[0], gating(exact(x, weight))) < GATED
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 8])

@@ -68,7 +68,8 @@ def triton_call(
     together: bool = False, **constants: Any,
 ) -> Any:  # fmt: skip
     """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
-    for others: `together`, or in clusters."""
+    for others: `together`, or in clusters. Where they count in memory who has ended, in an order of
+    `seed`."""
     size = constants.get("CLUSTER", 1)
     together = together or size > 1
     clusters: dict[tuple[int, ...], Cluster] = collections.defaultdict(lambda: Cluster(size))
@@ -87,7 +88,9 @@ def triton_call(
     given = list(map(_argument, arguments, kernel.arg_names))
     places = list(itertools.product(*map(range, grid)))
     own = {"early": early_start, "after_waiting": _LAST["starts late"]}
-    shared = Order(len(places), **own) if together else None
+    if zeroed_outputs and not together:
+        np.random.default_rng(seed).shuffle(places)
+    shared = Order(len(places), **own) if together or zeroed_outputs else None
     results = [
         Pointer(each, 0, "its results", Touched(each.size) if shared else None) for each in outputs
     ]

@@ -175,6 +175,8 @@ def test_with_pdl_codes_stream_up_to_64_tokens(name: str) -> None:
                 assert (config.splits - 1) * each < tiles <= config.splits * each
                 assert tiles % each == 0 or each % turn == tiles % turn == 0
                 assert config.splits == 1 or not gated
+                half = steps(tiles, 2, turn)
+                assert config.halved == 0 or (gated and (tiles % half == 0 or half % turn == 0))
     config = config_of(name, 6144, 2560, 65, target=PDL)
     assert config is not None and config.method not in ("streaming", "stream_k")
 
@@ -186,6 +188,23 @@ def test_warpgroups_share_tokens_where_each_multiprocessor_has_over_two_tiles(na
         config = config_of(name, out, 2560, 64, gated=True, target=PDL)
         assert config is not None and (config.method == "stream_k") == shared
         assert not shared or (config.num_stages >= 6 and config.splits == 1)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_a_last_wave_of_tiles_is_halved_where_all_halves_fit_it(name: str) -> None:
+    """Of gate and up, with 17 to 32 tokens; not of a single wave, or with few inputs."""
+
+    def halved(tiles: int, depth: int, tokens: int, *, gated: bool = True) -> int:
+        config = config_of(name, 64 * tiles, depth, tokens, gated=gated, target=PDL)
+        assert config is not None
+        return config.halved
+
+    wave = 3 * 132
+    waves = {304: 0, wave: 0, 448: 52, 544: 148, wave + 198: 198, wave + 199: 0, 2 * wave + 8: 8}
+    for tiles, expected in waves.items():
+        assert halved(tiles, 5120, 17) == halved(tiles, 5120, 32) == expected
+    assert halved(544, 5120, 16) == halved(544, 5120, 33) == 0
+    assert halved(544, 5120, 32, gated=False) == halved(544, 512, 32) == 0
 
 
 def test_an_output_matrix_of_integers_is_tall() -> None:

@@ -75,6 +75,9 @@ class Config:
     """Input tiles per iteration of the loop; in `triton`, a divisor of a split's tiles."""
     pieces: int = 1
     """`e4m3.hopper_bytes` only: the most pieces into which a tile of the last wave is cut."""
+    halved: int = 0
+    """`triton_streaming` only, gated: the number of row tiles, the last ones, of which two programs
+    take a half of the inputs each."""
     first: bool = False
     """`triton_streaming` only: the next kernel may start before this one reads its weights, not
     only after."""
@@ -173,6 +176,10 @@ def streaming(call: Call) -> Config:
         k_tiles //= 2
     stages = ring // (k_tiles * size)
     splits = -(-tiles // steps(tiles, parts, k_tiles))  # none is empty
+    halved = 0
+    # With fewer tokens the next kernel fills the gaps; more were not tried. A half fills its ring.
+    if call.gated and 16 < tokens <= 32 and tiles // 2 >= stages * k_tiles:
+        halved = _halved(rows, resident * multiprocessors)
     # With many tokens only attention gains from an early start: it copies keys. Products do not.
     first = tokens <= 16 or (tokens > 32 and not call.gated and out > call.depth)
     return Config(
@@ -181,8 +188,16 @@ def streaming(call: Call) -> Config:
         splits=splits,
         num_stages=stages,
         unroll=k_tiles,
+        halved=halved,
         first=first,
     )
+
+
+def _halved(programs: int, at_once: int) -> int:
+    """How many row tiles of `triton_streaming` two programs share: all of the last wave, unless it
+    is the only one, or the programs would not all fit into it."""
+    rest = programs % at_once
+    return rest if programs > at_once and 2 * rest <= at_once else 0
 
 
 def _resident(programs: int, multiprocessors: int, limits: Limits) -> int:

@@ -32,7 +32,7 @@ from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
 from jaxserve_kernels.quantized_matmul.triton_k_step import add_k_steps
-from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of
+from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of, sums_at
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
@@ -114,32 +114,23 @@ def _multiply(
 
 
 @gluon.jit
-def _partial(partial_ptr, program, group: gl.constexpr, acc):
-    """Pointers to the sums that a program's warpgroup leaves to others, [rows, tokens]."""
-    TOKENS: gl.constexpr = acc.shape[1]
-    row = gl.arange(0, _ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
-    return partial_ptr + ((program * _GROUPS + group) * _ROWS + row) * TOKENS + token
-
-
-@gluon.jit
 def _leave(acc, partial_ptr, flag_ptr, group: gl.constexpr):
     """Stores the sums of a tile that a later program ends."""
-    program = gl.program_id(0)
-    gl.store(_partial(partial_ptr, program, group, acc), acc)
+    index = gl.program_id(0) * _GROUPS + group
+    gl.store(sums_at(partial_ptr, index, acc), acc)
     gl.barrier()
-    gl.atomic_xchg(flag_ptr + program * _GROUPS + group, 1, sem="release", scope="gpu")
+    gl.atomic_xchg(flag_ptr + index, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
 def _add_parts(acc, partial_ptr, flag_ptr, first, group: gl.constexpr):
     """Adds the sums that the programs from `first` on have left. All run at once (`residency`)."""
     for program in range(first, gl.program_id(0)):
-        flag = flag_ptr + program * _GROUPS + group
-        while gl.atomic_add(flag, 0, sem="acquire", scope="gpu") == 0:
+        index = program * _GROUPS + group
+        while gl.atomic_add(flag_ptr + index, 0, sem="acquire", scope="gpu") == 0:
             pass
         gl.barrier()
-        acc += gl.load(_partial(partial_ptr, program, group, acc))
+        acc += gl.load(sums_at(partial_ptr, index, acc))
     return acc
 
 

@@ -4,11 +4,18 @@ A program first fills the ring with codes and scales of its rows, and then waits
 kernels, like `dense_matmul.triton_streaming`. Codes take a half or a quarter of the bytes of
 bfloat16, so most of a weight is in flight by then. Codes become bfloat16 in registers, from which
 the tensor cores read, one plane of inputs at a time.
+
+A gated product cannot be split, because gating needs whole sums. Where its last wave would leave
+at least half of the card idle, two programs take a half of the inputs of each of that wave's tiles.
+Each of the two stores its sums. The one that ends last adds the other's to its own.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -239,6 +246,50 @@ def _product(
 
 
 @gluon.jit
+def _product_in_halves(
+    x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, ended_ptr,
+    tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    TOKENS: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, HALVED: gl.constexpr,
+    K_TILES: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
+):  # fmt: skip
+    """A gated product whose last HALVED tiles of rows have two programs each. HALF: tiles of 128
+    inputs of the first of the two."""
+    whole: gl.constexpr = 2 * n // ROWS - HALVED
+    program = gl.program_id(0)
+    if program < whole:
+        acc = accumulate(
+            x_ptr, packed_ptr, scale_ptr, second_ptr, program, 0, tokens, n, k, k, GATED, KIND,
+            GROUP, ZERO, TOKENS, ROWS, k // 128, K_TILES, STAGES, FIRST, EARLY,
+        )  # fmt: skip
+        finish(acc, out_ptr, program, tokens, n, GATED)
+    else:
+        part = program - whole
+        tile = part // 2
+        acc = accumulate(
+            x_ptr, packed_ptr, scale_ptr, second_ptr, whole + tile, part % 2 * HALF, tokens, n, k,
+            k, GATED, KIND, GROUP, ZERO, TOKENS, ROWS, HALF, K_TILES, STAGES, FIRST, EARLY,
+        )  # fmt: skip
+        gl.store(sums_at(partial_ptr, part, acc), acc)
+        gl.barrier()
+        if gl.atomic_add(ended_ptr + tile, 1, sem="acq_rel", scope="gpu") == 1:
+            gl.barrier()
+            # The sum of two does not depend on their order, so neither on who ends last.
+            acc += gl.load(sums_at(partial_ptr, part ^ 1, acc))
+            finish(acc, out_ptr, whole + tile, tokens, n, GATED)
+
+
+@gluon.jit
+def sums_at(partial_ptr, index, acc):
+    """Pointers to place `index` of sums that programs leave to others: [rows, tokens], as acc."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
+    return partial_ptr + (index * ROWS + row) * TOKENS + token
+
+
+@gluon.jit
 def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr):
     """Stores the sums of a program's rows, gated or as partial sums."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -281,17 +332,36 @@ def launch(
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
+    tiles, halved = weight.shape[0] // config.rows, config.halved
+    options: dict[str, Any] = {
+        "name": f"{'gated_' if gated else ''}linear_streaming_{type(weight).__name__}",
+        "target": target,
+        "num_warps": config.rows // 16,
+        "tokens": tokens, "n": out_type.shape[-1], "k": k, **kind(weight),
+        "GATED": gating(activation, gated=gated),
+        "TOKENS": config.tokens, "ROWS": config.rows,
+        "K_TILES": config.unroll, "STAGES": config.num_stages, "FIRST": config.first,
+    }  # fmt: skip
+    if halved == 0:
+        return triton_call(
+            x, *arrays(weight),
+            kernel=_product,
+            out_type=out_type,
+            grid=(tiles, config.splits),
+            STEPS=steps(k // 128, config.splits, config.unroll),
+            **options,
+        )  # fmt: skip
+    assert gated
     return triton_call(
         x, *arrays(weight),
-        kernel=_product,
-        name=f"{'gated_' if gated else ''}linear_streaming_{type(weight).__name__}",
-        target=target,
-        out_type=out_type,
-        grid=(weight.shape[0] // config.rows, config.splits),
-        num_warps=config.rows // 16,
-        tokens=tokens, n=out_type.shape[-1], k=k, **kind(weight),
-        GATED=gating(activation, gated=gated),
-        TOKENS=config.tokens, ROWS=config.rows,
-        STEPS=steps(k // 128, config.splits, config.unroll),
-        K_TILES=config.unroll, STAGES=config.num_stages, FIRST=config.first,
-    )  # fmt: skip
+        kernel=_product_in_halves,
+        out_type=(
+            out_type,
+            jax.ShapeDtypeStruct((2 * halved, config.rows, config.tokens), jnp.float32),
+            jax.ShapeDtypeStruct((halved,), jnp.int32),
+        ),
+        zeroed_outputs=(2,),
+        grid=(tiles + halved,),
+        HALF=steps(k // 128, 2, config.unroll), HALVED=halved,
+        **options,
+    )[0]  # fmt: skip
