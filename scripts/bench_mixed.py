@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from decode_steps import weight_bytes
 from rich.console import Console
 from rich.table import Table
+from turns import turn
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import Buckets, SchedulerConfig
@@ -121,13 +122,13 @@ def main() -> None:
     spec = NAMED_MODELS[args.model]
     if args.layers:
         spec = dataclasses.replace(spec, layers=spec.layers[: args.layers])
-    with bench_step.turn(args.turns):
+    with turn(args.turns):
         rates = Rates(copy=bench_step.copy_bandwidth(), product=product_rate())
     runner, config, params = make_runner(spec, args)
     admit(runner, config, args.decodes)
     rounds: list[list[Timing]] = []
     for _ in range(args.rounds):
-        with bench_step.turn(args.turns):
+        with turn(args.turns):
             rounds.append(
                 [
                     time_step(runner, config, params, work, rates, args.steps)
@@ -135,7 +136,7 @@ def main() -> None:
                 ]
             )
     timings = [bench_step.middle(times) for times in zip(*rounds, strict=True)]
-    with bench_step.turn(args.turns):
+    with turn(args.turns):
         prompts = [time_prompt(runner, config, params, length, rates) for length in args.prompts]
     result = describe(args, rates, timings, prompts)
     if args.out:
@@ -143,7 +144,7 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     show(result)
     if args.profile:
-        with bench_step.turn(args.turns):
+        with turn(args.turns):
             for work in works(args.buckets, args.decodes):
                 what = f"{work.chunk} tokens from {work.start} on, {work.decodes} decodes"
                 bench_step.profile_plans(runner, [plan_of(config, work)] * 12, what)

@@ -8,7 +8,7 @@
 Times from two separate runs also differ because the card and its host change. Here both sides
 compile at the same time, and then take turns on the card, one round each, so that both see the same
 conditions. Each side runs `bench_step.py`, or --script, with the flags after `--` and half of the
-card's memory.
+card's memory. `bench_experts.py` times layers of experts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def parse_args() -> argparse.Namespace:
         "--trees", action="store_true", help="folders are trees of jaxserve, not of packages"
     )
     parser.add_argument(
-        "--script", choices=("bench_step.py", "bench_mixed.py"), default="bench_step.py"
+        "--script",
+        choices=("bench_step.py", "bench_mixed.py", "bench_experts.py"),
+        default="bench_step.py",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -93,9 +95,9 @@ def show(results: dict[str, Any], limit: float | None) -> int:
     """Prints the comparison. Returns the number of steps in which the second side exceeds the
     limit."""
     (one, first), (two, second) = results.items()
-    print(f"{first['card']}: step in ms, {one} and {two}")
+    print(f"{first['card']}: ms, {one} and {two}")
     slower = 0
-    for old, new in zip(first["timings"], second["timings"], strict=True):
+    for old, new in zip(timings(first), timings(second), strict=True):
         ratio = new["step_ms"] / old["step_ms"]
         late = limit is not None and ratio > limit
         slower += late
@@ -106,7 +108,16 @@ def show(results: dict[str, Any], limit: float | None) -> int:
     return slower
 
 
+def timings(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The timings of a result, each with its milliseconds."""
+    if "experts" in result:
+        return [{**each, "step_ms": each["us"] / 1000} for each in result["experts"]]
+    return result["timings"]
+
+
 def what(timing: dict[str, Any]) -> str:
+    if "case" in timing:
+        return timing["case"]
     if "batch" in timing:
         return f"{timing['batch']:4} rows, context {timing['context']}"
     return f"{timing['chunk']:5} tokens from {timing['start']} on, {timing['decodes']} decode rows"

@@ -18,14 +18,11 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -45,6 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from step_report import Timing, assert_never_slower, show
 from touched_experts import touched_experts
+from turns import turn
 from working_tree import commit
 
 from jaxserve.config import Buckets, SchedulerConfig
@@ -160,18 +158,6 @@ def parse_args() -> argparse.Namespace:
 class Timed(Protocol):
     @property
     def step_ms(self) -> float: ...
-
-
-@contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Context manager: locks the file, so that processes with the same file take turns on the card.
-    None: no lock."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def middle[T: Timed](rounds: tuple[T, ...]) -> T:
