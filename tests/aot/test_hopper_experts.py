@@ -64,25 +64,25 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
 
 
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
-    ("bf16", QWEN, True, 0), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 0),
-    ("int4", QWEN, True, 16), ("int4", QWEN, False, 16), ("int8", QWEN, False, 64),
-    ("mxfp4", GPT_OSS, True, 16), ("mxfp4", GPT_OSS, False, 16),
-    ("fp8", QWEN, True, 0), ("fp8", QWEN, False, 0),
-    ("fp8-blocks", QWEN, True, 8), ("fp8-blocks", QWEN, False, 0),
+    ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 8),
+    ("int4", QWEN, True, 64), ("int4", QWEN, False, 8), ("int8", QWEN, False, 64),
+    ("mxfp4", GPT_OSS, True, 32), ("mxfp4", GPT_OSS, False, 32),
+    ("fp8", QWEN, True, 8), ("fp8", QWEN, False, 0),
+    ("fp8-blocks", QWEN, True, 12), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
 def test_the_program_fits_and_its_products_do_not_wait(
     name: str, sizes: tuple[int, int], gated: bool, spilled: int, tmp_path: Path
 ) -> None:
-    """What little of codes leaves registers does so where a tile has 160 tokens."""
+    """What little leaves registers does so where a tile begins, or, of 8-bit codes, where it has
+    160 tokens."""
     kernel = compiled(name, sizes, gated=gated)
     check_registers_and_memory(kernel, tmp_path, spilled=spilled)
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warps
 
 
-@pytest.mark.parametrize(("name", "most"), [("int4", 4), ("fp8-blocks", 4), ("bf16", 3)])
+@pytest.mark.parametrize(("name", "most"), [("int4", 6), ("fp8-blocks", 4), ("bf16", 3)])
 def test_warps_that_gather_seldom_wait_for_each_other(name: str, most: int) -> None:
-    """In a step: where it begins and ends, and once for each copy of weights or scales. Triton 3.6
-    does not know that slices of shared memory do not overlap."""
-    pytest.importorskip("triton", "3.9")
+    """In a step: where it begins and ends, and once for each copy of weights or scales; twice more
+    in int4's step of tokens' sums."""
     kernel = compiled(name, QWEN, gated=True)
     assert 0 < len(re.findall(r"bar\.sync\s+3,", kernel.asm["ptx"])) <= most

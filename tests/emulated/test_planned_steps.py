@@ -112,7 +112,7 @@ CASES = {
     "hybrid": Case(hybrid(MLP)),
     "hybrid with experts": Case(hybrid(EXPERTS)),
     "hybrid in int4": Case(hybrid(MLP), INT4, bound=0.5),  # tokens of a chunk become e4m3
-    "sinks, windows and experts": Case(with_sinks(), Quantization(experts="mxfp4")),
+    "sinks, windows and experts": Case(with_sinks(), Quantization(experts="mxfp4"), bound=0.5),
     "KVarN": Case(DENSE, kv_format=named("kvarn_k4v4_g128"), page=128),
     "fp8 cache": Case(DENSE, kv_format=named("fp8_e4m3")),
 }
