@@ -167,7 +167,14 @@ class NativeCheckpoint:
             )
             for field, tensor in arrays.items()
         }
-        weight = types()[name](**fields)
+        kind = types()[name]
+        lacking = set(kind._fields) - set(kind._field_defaults) - set(fields)
+        if lacking:
+            raise CheckpointError(
+                f"{self.place}: {first.owner} is of type {name}, but has no {min(lacking)}; an "
+                "earlier version wrote it: convert the original again"
+            )
+        weight = kind(**fields)
         if not _stands_for(tuple(weight.shape), tuple(leaf.shape)):
             raise CheckpointError(
                 f"{self.place}: {first.owner} is {list(weight.shape)}, the model "

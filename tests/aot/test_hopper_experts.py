@@ -44,7 +44,8 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
         "w": tma_blocks(tiles[0], tiles[1] * 64, DEPTH)
         if plain
         else tma_blocks(*tiles, 1, 64, words, dtype="u16", swizzle=2 * words),
-        "scales": scales, "scale_ptr": "*u32" if name == "mxfp4" else "*fp32", "zero_ptr": "*i32",
+        "scales": scales, "scale_ptr": "*u32" if name == "mxfp4" else "*fp32",
+        "zero_ptr": "*u8" if name == "mxfp4" else "*i32",
         "bias_ptr": "*bf16", "weights_ptr": "*fp32", "token_scale_ptr": "*fp32",
         "tokens": "i32", "out_ptr": "*bf16",
     }  # fmt: skip

@@ -22,7 +22,8 @@ def compiled(name: str, tokens: int, stages: int, *, gated: bool) -> Any:
     types = {
         "x": tma_blocks(tokens, 128, dtype="fp8e4nv", bits=8),
         "packed": tma_blocks(rows, words, dtype="u16", swizzle=2 * words),
-        "token_scale_ptr": "*fp32", "sum_ptr": "*fp32", "second_ptr": "*fp32",
+        "token_scale_ptr": "*fp32", "sum_ptr": "*fp32",
+        "second_ptr": "*u8" if name == "mxfp4" else "*fp32",
         "scale_ptr": "*fp32" if name == "int4" else "*u32",
         "out_ptr": "*bf16" if gated else "*fp32", "partial_ptr": "*fp32",
     }  # fmt: skip

@@ -6,7 +6,8 @@ between threads.
 
 - Integers are e4m3 numbers as they are: n * 2^-9. Zero points are subtracted at the end, as one
   small product with the tokens' sums, which a last step of the rings brings.
-- MXFP4's codes are looked up in a table for each row and block: e2m1 values times a power of two.
+- MXFP4's codes are looked up in a table for each row and block: e2m1 values times the block's power
+  of two over the row's largest one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxserve_kernels.experts.hopper_sums import HALF, divisor, tail, times, wai
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
-from jaxserve_kernels.quantized_matmul.triton_unpack import each, largest_exponent, power
+from jaxserve_kernels.quantized_matmul.triton_unpack import each, power
 
 _BOX = gl.constexpr(BOX)
 _INT4 = gl.constexpr(INT4.value)
@@ -38,10 +39,10 @@ def four_bit_sums(
 ):  # fmt: skip
     """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs.
 
-    Sums are divided by the step's scale of their row before its products are added, so that one
-    accumulator is enough. All products end in their step: the next one overwrites registers that
-    they read, which the compiler does not prevent in a loop. Meanwhile the other warpgroup
-    multiplies.
+    Integers' sums are divided by the step's scale of their row before its products are added, so
+    that one accumulator is enough. All products end in their step: the next one overwrites
+    registers that they read, which the compiler does not prevent in a loop. Meanwhile the other
+    warpgroup multiplies.
     """
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
@@ -51,17 +52,20 @@ def four_bit_sums(
     right = gl.zeros([HALF, TOKENS], gl.float32, layout)
     short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
     short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
-    left_scale = _first(KIND, row)
-    right_scale = left_scale
+    left_scale = _first(factors, left_tile, KIND, row)
+    right_scale = _first(factors, right_tile, KIND, row)
     for _ in range(k // 128):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         tile = stage * TILES + part
         other = tile + TILES // 2
-        left_ratio, left_scale, left_words = _next(s_ring.index(tile), left_scale, KIND)
-        right_ratio, right_scale, right_words = _next(s_ring.index(other), right_scale, KIND)
-        left, short_left = times(left, short_left, left_ratio)
-        right, short_right = times(right, short_right, right_ratio)
+        left_words = s_ring.index(tile).load(row)
+        right_words = s_ring.index(other).load(row)
+        if KIND == _INT4:
+            before = left_scale, right_scale
+            left_scale, right_scale = divisor(left_words), divisor(right_words)
+            left, short_left = times(left, short_left, before[0] / left_scale)
+            right, short_right = times(right, short_right, before[1] / right_scale)
         codes = _unpacked(w_ring.index(tile), left_words, left_scale, layout, KIND)
         left, short_left = _add(codes, x_ring, t_ring, stage, left, short_left, TAIL)
         codes = _unpacked(w_ring.index(other), right_words, right_scale, layout, KIND)
@@ -86,27 +90,14 @@ def four_bit_sums(
 
 
 @gluon.jit
-def _first(KIND: gl.constexpr, row: gl.constexpr):
-    """The scale of each row before the first step: a number, or MXFP4's exponent."""
+def _first(factors, row_tile, KIND: gl.constexpr, row: gl.constexpr):
+    """The scale of each row's sums before the first step. For MXFP4 it is the row's largest
+    exponent, in all steps."""
     if KIND == _INT4:
         scale = gl.full([HALF], 1.0, gl.float32, row)
     else:
-        scale = gl.zeros([HALF], gl.int32, row)
+        scale = gl.load(factors[1] + row_tile * 64 + gl.arange(0, HALF, row)).to(gl.int32)
     return scale
-
-
-@gluon.jit
-def _next(tile, before, KIND: gl.constexpr):
-    """The factor for the sums so far; the step's scale, for MXFP4 the largest exponent so far; and
-    the tile's words of scales."""
-    words = tile.load(before.type.layout)
-    if KIND == _INT4:
-        scale = divisor(words)
-        ratio = before / scale
-    else:
-        scale = gl.maximum(before, largest_exponent(words))
-        ratio = power(gl.maximum(before - scale + 127, 0))
-    return ratio, scale, words
 
 
 @gluon.jit

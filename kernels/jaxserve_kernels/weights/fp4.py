@@ -7,7 +7,6 @@ negatives. MXFP4 is the OCP Microscaling Formats specification v1.0; NVFP4 is de
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -71,6 +70,7 @@ class Nvfp4Weight(_Nvfp4Arrays, Quantized):
 class _Mxfp4Arrays(NamedTuple):
     packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_nibbles
     scale: Array  # uint32 [out / 64, in / 128, 64]: four exponents (E8M0) from the low byte up
+    largest: Array  # uint8 [out / 64, 1, 64]: the largest exponent of the blocks in each row
 
 
 class Mxfp4Weight(_Mxfp4Arrays, Quantized):
@@ -88,7 +88,7 @@ class Mxfp4Weight(_Mxfp4Arrays, Quantized):
         if self.shape[1] % 128:
             return None
         return Operand(
-            arrays=(self.packed, self.scale, self.scale),
+            arrays=(self.packed, self.scale, self.largest),
             kind=Kind.MXFP4,
             bits=4,
             group=_MXFP4_BLOCK,
@@ -104,22 +104,16 @@ class Mxfp4Weight(_Mxfp4Arrays, Quantized):
         values = e2m1_values(layout.unpack_nibbles(self.packed))
         return values * jnp.repeat(power, _MXFP4_BLOCK, axis=-1)
 
-    def largest_exponent(self) -> Array:
-        """The largest exponent of the blocks in each row: int32 [..., out / 64, 1, 64]."""
-        bytes_ = [(self.scale >> shift) & 255 for shift in (0, 8, 16, 24)]
-        largest = functools.reduce(jnp.maximum, bytes_).astype(jnp.int32)
-        return jnp.max(largest, axis=-2, keepdims=True)
-
     @property
     def can_be_copied(self) -> bool:
         return True
 
     def e4m3_scale(self) -> Array:
-        power = self.largest_exponent() - (127 + 6)  # 6 * 2 ** 6 is within e4m3
+        power = self.largest.astype(jnp.int32) - (127 + 6)  # 6 * 2 ** 6 is within e4m3
         return jnp.ldexp(jnp.float32(1.0), power)
 
     def e4m3_factors(self, scale: Array) -> Array:
-        return self.largest_exponent()
+        return self.largest.astype(jnp.int32)
 
 
 def e2m1_values(codes: Array) -> Array:
@@ -152,8 +146,9 @@ def pack_nvfp4(codes: Array, scale: Array, row_scale: Array) -> Nvfp4Weight:
 
 def pack_mxfp4(codes: Array, exponents: Array) -> Mxfp4Weight:
     """Makes a weight from codes [..., out, in] and uint8 exponents [..., out, in / 32]."""
+    largest = jnp.max(exponents, axis=-1, keepdims=True).astype(jnp.uint8)
     words = layout.tile_rows(_words_of(exponents))
-    return Mxfp4Weight(layout.pack_nibbles(codes), words)
+    return Mxfp4Weight(layout.pack_nibbles(codes), words, layout.tile_rows(largest))
 
 
 def quantize_nvfp4(weight: Array) -> Nvfp4Weight:

@@ -29,7 +29,6 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import WORDS, of_rows
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_sums import (
     add_floats,
     add_integers,
-    largest_of_steps,
     less_zeros,
 )
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
@@ -130,9 +129,8 @@ def _consume(
             )  # fmt: skip
         else:
             if KIND != _NVFP4:
-                a_scale = scale_ptr + row_tile * scales + lane
-                a_largest = largest_of_steps(a_scale, all_steps)
-                b_largest = largest_of_steps(a_scale + half * scales, all_steps)
+                a_largest = gl.load(second_ptr + row_tile * 64 + lane).to(gl.int32)
+                b_largest = gl.load(second_ptr + (row_tile + half) * 64 + lane).to(gl.int32)
             acc, at = add_floats(
                 acc, x_ring, a_ring, b_ring, a_scales, b_scales, ready, free, a_largest,
                 b_largest, at, steps, part, KIND, STAGES,

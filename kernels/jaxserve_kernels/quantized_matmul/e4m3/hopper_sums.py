@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import (
-    WORDS,
     block_factors,
     e2m1_times,
     half_of_words,
@@ -23,7 +22,6 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import (
     scales_of,
 )
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4
-from jaxserve_kernels.quantized_matmul.triton_unpack import largest_exponent
 
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
@@ -108,18 +106,6 @@ def _multiply(first, second, x, acc):
         x = x.slice(inputs, inputs, dim=1)
         acc = warpgroup_mma(second, x.permute((1, 0)), acc, is_async=True)
     return warpgroup_mma_wait(0, deps=[acc])
-
-
-@gluon.jit
-def largest_of_steps(scale_ptr, STEPS: gl.constexpr):
-    """The largest exponent of each row's blocks over all steps."""
-    column = gl.arange(0, 16, gl.SliceLayout(0, WORDS))
-    largest = gl.zeros([32], gl.int32, gl.SliceLayout(1, WORDS))
-    for start in gl.static_range(0, STEPS, 16):
-        step = gl.minimum(start + column, STEPS - 1)
-        exponents = largest_exponent(gl.load(scale_ptr[:, None] + (step * 64)[None, :]))
-        largest = gl.maximum(largest, gl.max(exponents, axis=1))
-    return largest
 
 
 @gluon.jit
