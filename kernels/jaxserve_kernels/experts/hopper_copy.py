@@ -83,11 +83,7 @@ def _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED: gl.const
 
 @gluon.jit
 def _box(x_ring, t_ring, panel, box: gl.constexpr):
-    """The place of a box in a panel of the rings.
-
-    It is a slice, because the compiler knows that slices of a panel do not overlap. Between copies
-    to places which it cannot tell apart, it lets the producer's warps wait for each other.
-    """
+    """The place of a box in a panel of the rings."""
     if box < _BOXES:
         place = x_ring.index(panel).slice(box * _BOX, _BOX, dim=0)
     else:
