@@ -109,9 +109,11 @@ def number(text: str) -> float:
 
 def run(case: str) -> None:
     """Runs a case's kernels once, besides those that make its weights."""
-    import bench_experts
     import jax
     import jax.numpy as jnp
+    from bench_experts import Case, build
+    from experts_layers import MODELS, make_weights
+    from random_weights import QUANTIZE
 
     from jaxserve_kernels.matmul import gated_linear, linear
     from jaxserve_kernels.target import Target
@@ -119,17 +121,15 @@ def run(case: str) -> None:
     what, size, name, rows = case.split(":")
     target = Target.here()
     if what == "experts":
-        sizes = bench_experts.MODELS[size]
-        weights = bench_experts.make_weights(sizes, name)
-        one = bench_experts.Case(size, name, int(rows))
-        built = bench_experts.build(one, sizes, weights, target)
+        sizes = MODELS[size]
+        built = build(Case(size, name, int(rows)), sizes, make_weights(sizes, name), target)
         jax.block_until_ready(built.program(*built.args))
         return
     out, depth = map(int, size.split("x"))
     if target.uses_triton() and target.runs_hopper_kernels() and int(rows) <= 64:
         target = target.replace(pdl=True)  # kernels of decode steps
     key = jax.random.key(0)
-    make = jax.jit(lambda: bench_experts.QUANTIZE[name](jax.random.normal(key, (out, depth))))
+    make = jax.jit(lambda: QUANTIZE[name](jax.random.normal(key, (out, depth))))
     x = jax.random.normal(key, (int(rows), depth), jnp.bfloat16)
 
     def product(x: jax.Array, weight: Any) -> jax.Array:
