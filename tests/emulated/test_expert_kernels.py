@@ -332,15 +332,15 @@ def in_e4m3(x: Any) -> Any:
 IN_E4M3 = ["fp8", "fp8-blocks", "int4", "int4-zeros", "mxfp4"]
 
 
-@pytest.mark.parametrize("name", IN_E4M3)
-@pytest.mark.parametrize(("embed", "width"), [(256, 384), (320, 192)])
+@pytest.mark.parametrize(("name", "embed", "width"), [
+    *((name, 256, 384) for name in IN_E4M3),
+    *((name, 320, 192) for name in IN_E4M3 if name != "fp8-blocks"),  # blocks have 128 inputs
+])  # fmt: skip
 def test_many_tokens_in_e4m3_on_hopper(name: str, embed: int, width: int) -> None:
     """One expert has tiles of 140 tokens; a weight may have more inputs than tokens have. The
     inputs of both products are rounded to e4m3; where sums differ in their last bits, some hidden
     values are rounded to the other side."""
     padded = embed % 128 > 0
-    if padded and name == "fp8-blocks":
-        pytest.skip("blocks have 128 inputs")
     x, ids, factors, w = made(170, WEIGHTS[name], embed=embed, width=width, biases=padded)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
     found = hopper.experts(x, ids, factors, w, "silu", target=gpu(90, multiprocessors=3))

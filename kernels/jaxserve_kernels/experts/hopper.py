@@ -4,7 +4,8 @@ A program walks over tiles of 256 weight rows of one expert (128 of gate and 128
 down) by 64, 96, 128 or 160 of its tokens. So most experts with about 128 tokens are one tile, and
 their weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`),
 even while the previous tile is being stored (`hopper_results`). Each of two warpgroups multiplies
-half of the rows (`hopper_sums`). Tokens of fp8 weights and of 4-bit ones are rounded to e4m3 first.
+half of the rows (`hopper_sums`, `hopper_four_bits`). Tokens of fp8 weights and of 4-bit ones are
+rounded to e4m3 first.
 
 Gate and up gather their tokens. The hidden activations are stored in expert order, so a tile of
 down reads consecutive rows. Rows past the end of an expert belong to the next one; their products

@@ -19,14 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from jaxserve_kernels.experts.hopper_copy import BOX, TILES
-from jaxserve_kernels.experts.hopper_sums import HALF, divisor, tail, times, wait, waited
+from jaxserve_kernels.experts.hopper_copy import TILES
+from jaxserve_kernels.experts.hopper_sums import HALF, divisor, no_sums, tail, times, wait, waited
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
 from jaxserve_kernels.quantized_matmul.triton_unpack import each, power
 
-_BOX = gl.constexpr(BOX)
 _INT4 = gl.constexpr(INT4.value)
 _SUMS = gl.constexpr(SUMS)
 
@@ -46,12 +45,9 @@ def four_bit_sums(
     """
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
-    short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 32])
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    left = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    right = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    left, short_left = no_sums(TOKENS, 32)
+    right, short_right = no_sums(TOKENS, 32)
     left_scale = _first(factors, left_tile, KIND, row)
     right_scale = _first(factors, right_tile, KIND, row)
     for _ in range(k // 128):

@@ -46,13 +46,10 @@ def shared_sums(
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
     inputs: gl.constexpr = 16 if KIND == PLAIN else 32  # of the tensor cores' products
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, inputs])
-    short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, inputs])
     groups: gl.constexpr = k // GROUP
     steps: gl.constexpr = k // t_ring.shape[2]
-    left = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    right = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    left, short_left = no_sums(TOKENS, inputs)
+    right, short_right = no_sums(TOKENS, inputs)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     left_scale = gl.full([HALF], 1.0, gl.float32, row)
     right_scale = left_scale
@@ -96,6 +93,16 @@ def shared_sums(
         left, short_left = times(left, short_left, left_scale)
         right, short_right = times(right, short_right, right_scale)
     return left, right, short_left, short_right, at
+
+
+@gluon.jit
+def no_sums(TOKENS: gl.constexpr, inputs: gl.constexpr):
+    """Sums of half a tile, 0: [HALF, TOKENS] and [HALF, _BOX]. inputs: of the tensor cores'
+    products."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, inputs])
+    short: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, inputs])
+    main = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    return main, gl.zeros([HALF, _BOX], gl.float32, short)
 
 
 @gluon.jit
@@ -161,11 +168,8 @@ def code_sums(
     SCALED: gl.constexpr = k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    short_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, 16])
-    left = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    right = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    short_left = gl.zeros([HALF, _BOX], gl.float32, short_layout)
-    short_right = gl.zeros([HALF, _BOX], gl.float32, short_layout)
+    left, short_left = no_sums(TOKENS, 16)
+    right, short_right = no_sums(TOKENS, 16)
     for _ in range(steps):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
