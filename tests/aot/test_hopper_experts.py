@@ -67,9 +67,9 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
     ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 8),
     ("int4", QWEN, True, 64), ("int4", QWEN, False, 8), ("int8", QWEN, False, 64),
-    ("mxfp4", GPT_OSS, True, 32), ("mxfp4", GPT_OSS, False, 32),
+    ("mxfp4", GPT_OSS, True, 32), ("mxfp4", GPT_OSS, False, 48),
     ("fp8", QWEN, True, 8), ("fp8", QWEN, False, 0),
-    ("fp8-blocks", QWEN, True, 12), ("fp8-blocks", QWEN, False, 0),
+    ("fp8-blocks", QWEN, True, 16), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
 def test_the_program_fits_and_its_products_do_not_wait(
     name: str, sizes: tuple[int, int], gated: bool, spilled: int, tmp_path: Path
@@ -87,3 +87,12 @@ def test_warps_that_gather_seldom_wait_for_each_other(name: str, most: int) -> N
     in int4's step of tokens' sums."""
     kernel = compiled(name, QWEN, gated=True)
     assert 0 < len(re.findall(r"bar\.sync\s+3,", kernel.asm["ptx"])) <= most
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_warps_seldom_wait_for_each_other_where_a_tile_ends(name: str, gated: bool) -> None:
+    """Results change their layout in a buffer of a warpgroup's own: two waits for 32 or 64 tokens.
+    In scratch memory it took four times as many. There are eight variants of a tile."""
+    kernel = compiled(name, GPT_OSS if name == "mxfp4" else QWEN, gated=gated)
+    assert len(re.findall(r"bar\.sync", kernel.asm["ptx"])) <= 200

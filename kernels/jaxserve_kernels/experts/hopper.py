@@ -42,7 +42,7 @@ from jaxserve_kernels.experts.hopper_copy import (
     tiles_of,
 )
 from jaxserve_kernels.experts.hopper_four_bits import four_bit_sums
-from jaxserve_kernels.experts.hopper_results import DOWN, finish, halves, places
+from jaxserve_kernels.experts.hopper_results import DOWN, finish, halves, places, room, share
 from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, shared_sums
 from jaxserve_kernels.experts.triton_activation import OSS
 from jaxserve_kernels.experts.types import (
@@ -112,7 +112,7 @@ def _blocks(
 @gluon.jit
 def _multiply_tile(
     part: gl.constexpr,
-    rings, factors, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
+    rings, factors, results, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
     second: gl.constexpr, rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr,
     k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
@@ -130,11 +130,10 @@ def _multiply_tile(
     BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
     GATHER: gl.constexpr = GATED != DOWN
     column += part * HALF
-    first = places(lists, begin, end, tokens, choices, SOME, GATED, BYTES)
-    then = places(lists, begin + SOME, end, tokens, choices, SOME, GATED, BYTES)
-    last = first
+    main = places(lists, begin, end, tokens, choices, TOKENS, GATED, BIAS, BYTES)
+    last = main
     if TAIL:
-        last = places(lists, begin + TOKENS, end, tokens, choices, _BOX, GATED, BYTES)
+        last = places(lists, begin + TOKENS, end, tokens, choices, _BOX, GATED, BIAS, BYTES)
     row = expert * rows + column
     left_tile = gl.minimum(row, all_rows - 64) // 64
     right_tile = gl.minimum(row + second, all_rows - 64) // 64
@@ -154,21 +153,31 @@ def _multiply_tile(
             KIND, GROUP, UNPACK,
         )  # fmt: skip
     bias_ptr += expert * rows
+    staged, listed, last_listed = results
+    share(listed, main, GATED, BYTES)
     if TAIL:
+        share(last_listed, last, GATED, BYTES)
         finish(
-            short_left, short_right, out_ptr, bias_ptr, last, column, second, n, GATED, BIAS, BYTES
-        )
+            short_left, short_right, staged, out_ptr, bias_ptr, last_listed, 0, column, second, n,
+            GATED, BIAS, BYTES,
+        )  # fmt: skip
     left_first, left_then = halves(left)
     right_first, right_then = halves(right)
-    finish(left_first, right_first, out_ptr, bias_ptr, first, column, second, n, GATED, BIAS, BYTES)
-    finish(left_then, right_then, out_ptr, bias_ptr, then, column, second, n, GATED, BIAS, BYTES)
+    finish(
+        left_first, right_first, staged, out_ptr, bias_ptr, listed, 0, column, second, n, GATED,
+        BIAS, BYTES,
+    )  # fmt: skip
+    finish(
+        left_then, right_then, staged, out_ptr, bias_ptr, listed, SOME, column, second, n, GATED,
+        BIAS, BYTES,
+    )  # fmt: skip
     return at
 
 
 @gluon.jit
 def _multiply(
     part: gl.constexpr,
-    rings, factors, bias_ptr, block_ptr, lists, out_ptr, tokens,
+    rings, factors, results, bias_ptr, block_ptr, lists, out_ptr, tokens,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
@@ -186,8 +195,8 @@ def _multiply(
         for boxes in gl.static_range(_LEAST, _BOXES + 2):
             if used == boxes:
                 at = _multiply_tile(
-                    part, rings, factors, bias_ptr, lists, out_ptr, at, expert, begin, end,
-                    column, tokens, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
+                    part, rings, factors, results, bias_ptr, lists, out_ptr, at, expert, begin,
+                    end, column, tokens, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
                     KIND, GROUP, ZERO, UNPACK, boxes,
                 )  # fmt: skip
         tile += stride
@@ -241,17 +250,20 @@ def _program(
     filled = (x_ring, t_ring, w_stages, s_stages, ready, free)
     lists = (order_ptr, weights_ptr, token_scale_ptr)
     factors = (scale_ptr, zero_ptr)
+    lists_of_a_tile: gl.constexpr = 3 if bits == 8 else 2
+    first_results = room(2 * _BOX if KIND >= _INT4 else _BOX, lists_of_a_tile)
+    second_results = room(2 * _BOX if KIND >= _INT4 else _BOX, lists_of_a_tile)
     gl.warp_specialize(
         [
             (_multiply, (
-                0, rings, factors, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
-                columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND,
-                GROUP, ZERO, UNPACK,
+                0, rings, factors, first_results, bias_ptr, block_ptr, lists, out_ptr, tokens,
+                count, columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
+                KIND, GROUP, ZERO, UNPACK,
             )),
             (_multiply, (
-                1, rings, factors, bias_ptr, block_ptr, lists, out_ptr, tokens, count,
-                columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED, KIND,
-                GROUP, ZERO, UNPACK,
+                1, rings, factors, second_results, bias_ptr, block_ptr, lists, out_ptr, tokens,
+                count, columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
+                KIND, GROUP, ZERO, UNPACK,
             )),
             (copy, (
                 (x, w, scales), filled, block_ptr, order_ptr, count, columns, step, inputs, k,

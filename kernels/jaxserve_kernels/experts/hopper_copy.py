@@ -92,13 +92,21 @@ def _box(x_ring, t_ring, panel, box: gl.constexpr):
 
 
 @gluon.jit
+def _step_of_tokens(step, steps: gl.constexpr, SUMS: gl.constexpr):
+    """Which panels of tokens a step multiplies. Their sums lie behind them."""
+    if SUMS:
+        step = gl.where(step == 0, steps, step - 1)
+    return step
+
+
+@gluon.jit
 def _copy_tile(
     source, rings, at, begin, end, expert, row, k: gl.constexpr,
     GROUPED: gl.constexpr, SUMS: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies the weights and tokens of one tile. Boxes without tokens are skipped. SUMS: tokens
-    have a last step, of their sums."""
+    have a first step, of their sums."""
     x, _, _ = source
     x_ring, t_ring, _, _, ready, free = rings
     inputs: gl.constexpr = t_ring.shape[2]
@@ -108,13 +116,13 @@ def _copy_tile(
         stage = at % STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
-        if step < steps:
+        if step >= SUMS:
             _expect(bar, boxes, WEIGHT, PANELS)
-            _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED)
+            _copy_weight(source, rings, bar, stage, expert, row, step - SUMS, GROUPED)
         else:
             _expect(bar, boxes, 0, PANELS)
         for panel in gl.static_range(PANELS):
-            depth = (step * PANELS + panel) * inputs
+            depth = (_step_of_tokens(step, steps, SUMS) * PANELS + panel) * inputs
             to = stage * PANELS + panel
             for box in gl.static_range(_BOXES + 1):
                 place = _box(x_ring, t_ring, to, box)
@@ -149,14 +157,14 @@ def _gather_tile(
         stage = at % STAGES
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
-        if step < steps:
+        if step >= SUMS:
             mbarrier.expect(bar, WEIGHT)
-            _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED)
+            _copy_weight(source, rings, bar, stage, expert, row, step - SUMS, GROUPED)
         else:
             mbarrier.arrive(bar, count=1)
         for panel in gl.static_range(PANELS):
             to = stage * PANELS + panel
-            past = (step * PANELS + panel) * depth
+            past = (_step_of_tokens(step, steps, SUMS) * PANELS + panel) * depth
             _gather(x_ring.index(to), main, past, inputs, k)
             if begin + _MAIN < end:
                 _gather(t_ring.index(to), last, past, inputs, k)

@@ -4,8 +4,8 @@ read.
 A plane of codes, one nibble of each word of 64 rows, is a left operand of 32 inputs. No data moves
 between threads.
 
-- Integers are e4m3 numbers as they are: n * 2^-9. Zero points are subtracted at the end, as one
-  small product with the tokens' sums, which a last step of the rings brings.
+- Integers are e4m3 numbers as they are: n * 2^-9. Zero points are subtracted first, as one small
+  product with the tokens' sums, which a first step of the rings brings.
 - MXFP4's codes are looked up in a table for each row and block: e2m1 values times the block's power
   of two over the row's largest one.
 """
@@ -20,7 +20,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels.experts.hopper_copy import TILES
-from jaxserve_kernels.experts.hopper_sums import HALF, divisor, no_sums, tail, times, wait, waited
+from jaxserve_kernels.experts.hopper_sums import (
+    HALF,
+    divisor,
+    no_sums,
+    quotient,
+    tail,
+    times,
+    wait,
+    waited,
+)
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
@@ -28,6 +37,8 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import each, power
 
 _INT4 = gl.constexpr(INT4.value)
 _SUMS = gl.constexpr(SUMS)
+_INTEGERS = gl.constexpr(512.0)
+"""What integers are divided by if their bits are read as e4m3."""
 
 
 @gluon.jit
@@ -50,6 +61,15 @@ def four_bit_sums(
     right, short_right = no_sums(TOKENS, 32)
     left_scale = _first(factors, left_tile, KIND, row)
     right_scale = _first(factors, right_tile, KIND, row)
+    if KIND == _INT4:
+        left_zeros = _zeros(factors, left_tile, k // 128, TOKENS, ZERO)
+        right_zeros = _zeros(factors, right_tile, k // 128, TOKENS, ZERO)
+        stage = at % STAGES
+        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+        left, short_left = _less_zeros(rings, stage, left_zeros, left, short_left, TAIL)
+        right, short_right = _less_zeros(rings, stage, right_zeros, right, short_right, TAIL)
+        mbarrier.arrive(free.index(stage), count=1)
+        at += 1
     for _ in range(k // 128):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
@@ -60,8 +80,8 @@ def four_bit_sums(
         if KIND == _INT4:
             before = left_scale, right_scale
             left_scale, right_scale = divisor(left_words), divisor(right_words)
-            left, short_left = times(left, short_left, before[0] / left_scale)
-            right, short_right = times(right, short_right, before[1] / right_scale)
+            left, short_left = times(left, short_left, quotient(before[0], left_scale))
+            right, short_right = times(right, short_right, quotient(before[1], right_scale))
         codes = _unpacked(w_ring.index(tile), left_words, left_scale, layout, KIND)
         left, short_left = _add(codes, x_ring, t_ring, stage, left, short_left, TAIL)
         codes = _unpacked(w_ring.index(other), right_words, right_scale, layout, KIND)
@@ -69,19 +89,8 @@ def four_bit_sums(
         left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
-    left_factor = _factor(left_scale, KIND)
-    right_factor = _factor(right_scale, KIND)
-    if KIND == _INT4:
-        left_zeros = _zeros(factors, left_tile, left_factor, k // 128, TOKENS, ZERO)
-        right_zeros = _zeros(factors, right_tile, right_factor, k // 128, TOKENS, ZERO)
-        stage = at % STAGES
-        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        left, short_left = _less_zeros(rings, stage, left_zeros, left, short_left, TAIL)
-        right, short_right = _less_zeros(rings, stage, right_zeros, right, short_right, TAIL)
-        mbarrier.arrive(free.index(stage), count=1)
-        at += 1
-    left, short_left = times(left, short_left, left_factor)
-    right, short_right = times(right, short_right, right_factor)
+    left, short_left = times(left, short_left, _factor(left_scale, KIND))
+    right, short_right = times(right, short_right, _factor(right_scale, KIND))
     return left, right, short_left, short_right, at
 
 
@@ -90,7 +99,7 @@ def _first(factors, row_tile, KIND: gl.constexpr, row: gl.constexpr):
     """The scale of each row's sums before the first step. For MXFP4 it is the row's largest
     exponent, in all steps."""
     if KIND == _INT4:
-        scale = gl.full([HALF], 1.0, gl.float32, row)
+        scale = gl.full([HALF], 1 / _INTEGERS, gl.float32, row)
     else:
         scale = gl.load(factors[1] + row_tile * 64 + gl.arange(0, HALF, row)).to(gl.int32)
     return scale
@@ -99,7 +108,7 @@ def _first(factors, row_tile, KIND: gl.constexpr, row: gl.constexpr):
 @gluon.jit
 def _factor(scale, KIND: gl.constexpr):
     """What sums are multiplied by after the last step. Codes were 2^-9 and 2^6 of their values."""
-    return scale * 512.0 if KIND == _INT4 else power(gl.maximum(scale - 6, 0))
+    return scale * _INTEGERS if KIND == _INT4 else power(gl.maximum(scale - 6, 0))
 
 
 @gluon.jit
@@ -134,10 +143,9 @@ def _unpacked(tile, words, scale, mma: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _zeros(
-    weight_factors, row_tile, factor, groups: gl.constexpr, TOKENS: gl.constexpr, ZERO: gl.constexpr
+    weight_factors, row_tile, groups: gl.constexpr, TOKENS: gl.constexpr, ZERO: gl.constexpr
 ):  # fmt: skip
-    """Minus scale times zero point of each row and group, divided by the row's factor, as a left
-    operand. Sums that were multiplied by the factor before would take more registers."""
+    """Minus scale times zero point of each row and group, as a left operand."""
     scale_ptr, zero_ptr = weight_factors
     most: gl.constexpr = (groups + 15) // 16 * 16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -150,8 +158,7 @@ def _zeros(
     zero = 8.0
     if ZERO:
         zero = gl.load(zero_ptr + place, mask=known, other=0).to(gl.float32)
-    factor = gl.convert_layout(-1.0 / factor, gl.SliceLayout(1, left), assert_trivial=True)
-    return (scale * zero * gl.expand_dims(factor, 1)).to(gl.bfloat16)
+    return (-scale * zero).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -189,8 +196,8 @@ def _looked_up(codes, words, largest):
     """Four planes of MXFP4's codes as e4m3: e2m1 values times 64 times 2^(exponent - largest).
 
     A value of the largest block is at most 384. So blocks with up to 2^-11 of its power are exact,
-    and smaller ones are 0. Of four words the second and the third change places: see
-    `tokens.Order.SWAPPED`.
+    and smaller ones count as 2^-12, without their 0.5. Of four words the second and the third
+    change places: see `tokens.Order.SWAPPED`.
     """
     shape: gl.constexpr = codes.shape
     few0, many0 = _table(words, largest, 0)
@@ -220,8 +227,5 @@ def _looked_up(codes, words, largest):
 @gluon.jit
 def _table(words, largest, block: gl.constexpr):
     """e2m1 magnitudes times 64 of a block, as e4m3 bytes: 0, 0.5, 1, 1.5 and 2, 3, 4, 6."""
-    down = largest - ((words >> (8 * block)) & 0xFF).to(gl.int32)
-    there = down <= 11
-    few = gl.where(there, 0x6C686000 - down * 0x08080800, 0)
-    many = gl.where(there, 0x7C787470 - down * 0x08080808, 0)
-    return few, many
+    down = gl.minimum(largest - ((words >> (8 * block)) & 0xFF).to(gl.int32), 12)
+    return 0x6C686000 - down * 0x08080800, 0x7C787470 - down * 0x08080808
