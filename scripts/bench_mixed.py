@@ -216,7 +216,9 @@ def make_runner(
     seqs = 1 + args.decodes if spec.state is not None else min(256, max(args.buckets))
     config = RunnerConfig(
         spec=spec,
-        cache=kv_cache.cache_config(spec, [pages], page_size, kv_format.own_tokens),
+        cache=kv_cache.cache_config(
+            spec, [pages] * len(spec.cache_groups), page_size, kv_format.own_tokens
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=seqs,
             max_model_len=LONGEST,
@@ -242,24 +244,26 @@ def make_runner(
 
 
 def admit(runner: Runner, config: RunnerConfig, decodes: int) -> None:
-    """The prompt takes slot 0 and as many pages as it may ever need; decodes the slots after it."""
+    """The prompt takes slot 0 and as many pages as it may ever need; decodes the slots after it. In
+    each cache group they have the same pages, also those that a window has left."""
     page_size = config.cache.page_size
     per_decode = -(-(DECODE_CONTEXT + 1) // page_size)
     own = config.cache.num_pages - 1 - decodes * per_decode
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    pages = [PageEntry(PROMPT_SLOT, index, 1 + index) for index in range(own)]
+    pages = [(PROMPT_SLOT, index, 1 + index) for index in range(own)]
     pages += [
-        PageEntry(1 + seq, index, 1 + own + seq * per_decode + index)
+        (1 + seq, index, 1 + own + seq * per_decode + index)
         for seq in range(decodes)
         for index in range(per_decode)
     ]
+    groups = range(len(config.cache.groups))
     plan = dataclasses.replace(
         plan_of(config, Work(chunk=16)),
         admissions=(
             Admission(PROMPT_SLOT, sampling, num_prompt=LONGEST),
             *(Admission(1 + seq, sampling) for seq in range(decodes)),
         ),
-        pages=tuple(pages),
+        pages=tuple(PageEntry(*page, group) for group in groups for page in pages),
     )
     runner.collect(runner.launch(plan))
 

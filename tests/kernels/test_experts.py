@@ -218,7 +218,8 @@ def test_few_tokens_in_a_chain(name: str, tokens: int, shared: bool) -> None:
     ("int4", 5), ("mxfp4", 5), ("fp8", 20), ("bf16", 9), ("bf16", 1600), ("int4", 1600),
 ])  # fmt: skip
 def test_padding_changes_no_other_token(name: str, tokens: int) -> None:
-    """In a chain, and by the kernel for many tokens; padding's inputs are no numbers."""
+    """In a chain, and by the kernel for many tokens, which rounds those of int4 weights to e4m3;
+    padding's inputs are no numbers."""
     x, *_, w = made(tokens, (16, 4, 384, 256), FORMATS[name], dtype=jnp.bfloat16)
     scores = jax.random.normal(jax.random.key(2), (1, tokens, 16))
     used = tokens * 3 // 5
@@ -236,7 +237,8 @@ def test_padding_changes_no_other_token(name: str, tokens: int) -> None:
     alone = x[:used], scores[:, :used], w, None
     expected = np.asarray(call(*alone, target=REFERENCE)[0], np.float64)
     difference = np.linalg.norm(np.asarray(found[:, :used], np.float64).sum(0) - expected)
-    assert difference < 8e-3 * np.linalg.norm(expected)
+    most = 5e-2 if tokens > 64 and name != "bf16" else 8e-3
+    assert difference < most * np.linalg.norm(expected)
 
 
 @pytest.mark.gpu
@@ -279,4 +281,5 @@ def routed_experts_equal_the_definition(name: str, tokens: int, *, shared: bool)
     expected = np.asarray(call(*given, target=REFERENCE)[0], np.float64)
     assert found.shape[0] == 4 + shared, "these are other kernels"
     difference = np.linalg.norm(np.asarray(found, np.float64).sum(0) - expected)
-    assert difference < 8e-3 * np.linalg.norm(expected)
+    most = 5e-2 if tokens > 64 and name != "bf16" else 8e-3
+    assert difference < most * np.linalg.norm(expected)
