@@ -33,6 +33,7 @@ import bench_step
 import jax
 import jax.numpy as jnp
 from decode_steps import weight_bytes
+from random_weights import LAYER_FORMATS, encoder
 from rich.console import Console
 from rich.table import Table
 from turns import turn
@@ -42,7 +43,6 @@ from jaxserve.config import Buckets, SchedulerConfig
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder, delta_net
-from jaxserve.models.quantization import Quantization
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.plan import Admission, PageEntry, Row, StepPlan
 from jaxserve.runner import kv_cache
@@ -168,7 +168,7 @@ def parse_args() -> argparse.Namespace:
         "--turns", type=Path, metavar="FILE", help="use the card only while this file is locked"
     )
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick look")
-    parser.add_argument("--quantization", choices=("int4", "fp8", "nvfp4"))
+    parser.add_argument("--quantization", choices=LAYER_FORMATS)
     parser.add_argument("--lm-head-dtype", choices=("int8", "fp8"))
     parser.add_argument(
         "--fp8-copy", action="store_true", help="add fp8 copies of 4-bit weights, as served"
@@ -231,9 +231,8 @@ def make_runner(
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
         kv_format=kv_format,
     )
-    quantization = Quantization(layers=args.quantization, head=args.lm_head_dtype)
     abstract = decoder.abstract(spec, jnp.bfloat16, stacked=True)
-    params = dummy_params(abstract, 0, quantization.encoder(spec))
+    params = dummy_params(abstract, 0, encoder(spec, args.quantization, args.lm_head_dtype))
     if args.fp8_copy:
         params = bench_step.copied(params)
     runner = Runner(config, params, Metrics("bench"))
