@@ -65,11 +65,49 @@ def ptxas_report(kernel: Any, folder: Path) -> str:
     return result.stderr
 
 
+def disassembled(folder: Path) -> str:
+    """The machine code of the folder's kernel.cubin."""
+    import triton
+
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    command = [nvdisasm, "-c", folder / "kernel.cubin"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def overwritten(code: str) -> list[str]:
+    """Instructions that write a register of a warpgroup's product while it runs: from its issue to
+    the next wait, in the order of the machine code. The compiler keeps such registers free, but not
+    where a product runs on into the next iteration of a loop."""
+    found: list[str] = []
+    running: set[int] = set()
+    for instruction in re.findall(r"\*/\s+(?:@!?U?P\w+ +)?([^;]+?)\s*;", code):
+        name = instruction.split()[0]
+        if product := re.match(r"[HQI]GMMA\.64x(\d+)x\S* R(\d+), (?:R(\d+))?", instruction):
+            width, sums, left = (int(each or -1) for each in product.groups())
+            running |= {sums + index for index in range(width // 2)}
+            running |= {left + index for index in range(4) if left >= 0}
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            running.clear()
+        elif running and (written := re.match(rf"{re.escape(name)} (?:P\d, )?R(\d+)", instruction)):
+            size = next((each for each in (128, 64) if f".{each}" in name), 32) // 32
+            size = 2 if name.startswith("CS2R") else size
+            own = range(int(written[1]), int(written[1]) + size)
+            if not name.startswith(_READERS) and running.intersection(own):
+                found.append(instruction)
+    return found
+
+
+_READERS = ("ST", "RED", "ATOM", "R2UR", "ARRIVES", "SYNCS", "BAR", "BRA", "UTMA")
+"""Begins of names of instructions whose first register is not their result."""
+
+
 def check_registers_and_memory(kernel: Any, folder: Path, *, spilled: int = 0) -> None:
     """No more bytes leave the registers than `spilled`, no product waits for another (ptxas warns
-    of it: C7510), and the program fits a multiprocessor."""
+    of it: C7510), none of its registers is overwritten while it runs, and the program fits a
+    multiprocessor."""
     report = ptxas_report(kernel, folder)
     stores = re.findall(r"(\d+) bytes spill stores", report)
     assert stores and max(map(int, stores)) <= spilled, report
     assert "wgmma" not in report, report
+    assert not overwritten(disassembled(folder))
     assert kernel.metadata.shared <= MOST_SHARED_MEMORY

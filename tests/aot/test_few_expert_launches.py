@@ -20,8 +20,8 @@ from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, rou
 from jaxserve_kernels.pdl import plan
 from jaxserve_kernels.pdl.describe import describe
 from jaxserve_kernels.target import Target
+from tests.aot.ptx import disassembled
 from tests.aot.test_expert_launches import FORMATS, GPT_OSS, QWEN, abstract, mixture
-from tests.aot.test_few_tokens import disassembled
 
 QWEN_3_5 = (256, 8, 2048, 512)
 """Of Qwen3.5-35B-A3B, with a shared expert."""

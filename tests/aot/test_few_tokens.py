@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.aot.ptx import (
     MOST_SHARED_MEMORY,
     check_registers_and_memory,
     compile_kernel,
+    disassembled,
     ptxas_report,
 )
 
@@ -47,14 +47,6 @@ def test_all_codes_are_asked_for_before_the_first_is_used(
     assert registers and int(registers[1]) <= 128  # four programs for each multiprocessor
     before, _ = disassembled(tmp_path).split("HMMA.16816", 1)
     assert len(re.findall(r"LDG\.E\.128", before)) >= 2 * STEPS
-
-
-def disassembled(folder: Path) -> str:
-    import triton
-
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    command = [nvdisasm, "-c", folder / "kernel.cubin"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from jaxserve_kernels.pdl import plan
 from jaxserve_kernels.pdl.describe import describe
 from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
-from tests.aot.test_few_tokens import disassembled
+from tests.aot.ptx import disassembled
 
 TARGET = Target.for_gpu(90)
 HEADS = Heads(key_heads=16, value_heads=48, key_dim=128, value_dim=128)

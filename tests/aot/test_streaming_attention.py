@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from jaxserve_kernels.kv_format import attend, named
 from jaxserve_kernels.target import Target
-from tests.aot.ptx import compile_kernel, ptxas_report
+from tests.aot.ptx import compile_kernel, disassembled, ptxas_report
 from tests.kernels.kv_steps import EPS, LAYER, Sequences
 
 QWEN3 = {"q_heads": 32, "kv_heads": 8, "HALF": 64, "GATED": 0, "DIM": 128, "KEYS": 64}
@@ -86,7 +85,7 @@ def test_so_are_they_with_a_softmax_for_each_warp(kind: int, tmp_path: Path) -> 
     assert kernel.metadata.shared <= (36 if kind else 67) * 1024
     copies = re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))
     assert len(copies) == 2 * (8 if kind else 16)
-    assert len(re.findall(r"BAR\.SYNC", _machine_code(tmp_path))) <= 15
+    assert len(re.findall(r"BAR\.SYNC", disassembled(tmp_path))) <= 15
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -102,7 +101,7 @@ def test_so_are_codes(bits: int, tmp_path: Path) -> None:
     kernel = compile_kernel(_attend, _types("*fp16"), constants)
     assert _registers(kernel, tmp_path) <= 168  # three programs for each multiprocessor
     assert kernel.metadata.shared <= 74 * 1024
-    code = _machine_code(tmp_path)
+    code = disassembled(tmp_path)
     copies = re.findall(r"LDGSTS\.E\.BYPASS\.128", _before_the_wait(tmp_path))
     assert len(copies) == 2 * (16 + 4 + bits + 1)
     assert len(re.findall(r"BAR\.SYNC", code)) <= 16
@@ -120,17 +119,8 @@ def _registers(kernel: Any, folder: Path) -> int:
 def _before_the_wait(folder: Path) -> str:
     """The machine code before the first ACQBULK, the wait for the kernels before, that follows a
     copy. Programs without work wait somewhere, too."""
-    code = _machine_code(folder)
+    code = disassembled(folder)
     return code[: code.index("ACQBULK", code.index("LDGSTS"))]
-
-
-def _machine_code(folder: Path) -> str:
-    import triton
-
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run(
-        [nvdisasm, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize(
