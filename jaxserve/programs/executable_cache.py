@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxserve_kernels import pdl, records
@@ -121,6 +123,8 @@ class ExecutableCache:
             pdl.register()
         try:
             blob, in_tree, out_tree = pickle.loads(payload)
+            if b"lapack_" in blob:
+                _find_lapack()
             return deserialize_and_load(
                 blob, in_tree, out_tree, execution_devices=jax.devices()[:1]
             )
@@ -278,6 +282,14 @@ def _write_atomically(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+@functools.cache
+def _find_lapack() -> None:
+    """Lowers a call of LAPACK. JAX finds its functions then, on a CPU. A program that is loaded
+    would call address 0 without them."""
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    jax.jit(jax.lax.linalg.triangular_solve).lower(one, one)
 
 
 def _digest(value: Any) -> str:

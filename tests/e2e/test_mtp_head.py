@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.models.registry import spec_of
 from tests.e2e import family_models
+from tests.e2e.believed_times import believe_that_drafts_pay
 from tests.e2e.process import Server
 from tests.mtp_files import mtp_tensors
 
@@ -72,13 +73,11 @@ async def test_answers_are_those_without_drafts(architecture: str, tmp_path: Pat
         expected = await answers(server, model)
     assert expected[-1] == expected[2]
     for method, chosen in METHODS.items():
-        with Server(*flags, "--speculative-config", chosen) as server:
-            # Measured times decide whether drafts are verified, so the first answers may have none.
-            accepted = 0.0
-            for _ in range(5):
-                assert await answers(server, model) == expected, method
-                accepted = await server.metric("vllm:spec_decode_num_accepted_tokens_total")
-                if accepted:
-                    break
-            assert accepted > 0, method
+        drafting = (*flags, "--speculative-config", chosen)
+        with Server(*drafting):
+            pass  # compiles its programs, and measures their times
+        believe_that_drafts_pay(tmp_path / "cache")
+        with Server(*drafting) as server:
+            assert await answers(server, model) == expected, method
+            assert await server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0, method
             assert await server.metric('jaxserve_compiles_total{phase="serving"}') == 0

@@ -13,6 +13,7 @@ import aiohttp
 import openai
 import pytest
 
+from tests.e2e.believed_times import believe_that_drafts_pay
 from tests.e2e.process import Server
 
 COUNTED = "One two three four. One two three four. One two three four. One two"
@@ -103,17 +104,13 @@ async def test_answers_beside_each_other_are_those_without_drafts(
 
 @pytest.fixture(scope="module")
 def hopeful(drafting: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Believes that to verify takes a tenth of a decode step. However busy the machine is, what it
-    learns changes no time by more than half: each step with a draft is a verify step."""
+    """Each step with a draft is a verify step."""
     folder = tmp_path_factory.mktemp("cache")
     for file in (Path.home() / ".cache" / "jaxserve" / "executables").glob("*/step_times.json"):
         times = json.loads(file.read_text())
         if times["verify"] and (list(times["decode"]), list(times["mixed"])) == (["8"], ["128"]):
-            own = folder / "executables" / file.parent.name
-            shutil.copytree(file.parent, own)
-            believed = {"decode": {"8": 0.01}, "mixed": {"128": 0.02}, "decode_context": 0.0}
-            verify = {"verify": {key: [0.001, 0.0] for key in times["verify"]}}
-            (own / file.name).write_text(json.dumps({**times, **believed, **verify}))
+            shutil.copytree(file.parent, folder / "executables" / file.parent.name)
+    believe_that_drafts_pay(folder)
     with Server(*LOOKING_UP, "--cache-dir", str(folder)) as running:
         yield running
 

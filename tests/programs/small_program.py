@@ -35,3 +35,13 @@ def entry(cache: ExecutableCache) -> Path:
 def check(executable: Any, size: int = 4) -> None:
     ones = np.ones(size, np.float32)
     assert np.asarray(executable(ones)).tolist() == [2.0] * size
+
+
+def solve(a: Any, b: Any) -> Any:
+    return jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
+
+
+def solving() -> Program:
+    """A program that calls LAPACK."""
+    square = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    return Program(name="solve", function=solve, arguments=(square, square))

@@ -21,7 +21,16 @@ from jaxserve.programs.executables import obtain
 from jaxserve.startup.engine_plan import plan_engine
 from jaxserve.startup.environment import compiler_options
 from jaxserve.weights.model_source import find_model
-from tests.programs.small_program import KEY, cache_at, check, double, entry, program
+from tests.e2e.process import run
+from tests.programs.small_program import (
+    KEY,
+    cache_at,
+    check,
+    double,
+    entry,
+    program,
+    solving,
+)
 from tests.tiny_model import COMPILES
 
 
@@ -33,6 +42,26 @@ def test_a_loaded_program_computes_what_was_compiled_and_nothing_is_compiled(
     assert COMPILES.count == before
     assert not obtained.compiled and not obtained.unkept
     check(obtained.executables["double"])
+
+
+SOLVE = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.programs.small_program import cache_at, solving
+run = cache_at(Path(sys.argv[1])).load(solving())
+print(np.asarray(run(2 * np.eye(4, dtype=np.float32), np.ones((4, 4), np.float32))).sum())
+"""
+
+
+def test_a_process_that_has_lowered_nothing_runs_a_program_that_calls_lapack(
+    tmp_path: Path,
+) -> None:
+    """A hybrid model's prompts do. JAX finds LAPACK's functions while it lowers a call of one."""
+    obtain([solving()], cache_at(tmp_path), 1, lambda phase, done: None)
+    process = run("-c", SOLVE, str(tmp_path))
+    out, _ = process.communicate(timeout=100)
+    assert (process.returncode, out.split()[-1:]) == (0, ["8.0"]), out
 
 
 def test_options_of_the_compiler_reach_it() -> None:
