@@ -75,26 +75,46 @@ def disassembled(folder: Path) -> str:
 
 
 def overwritten(code: str) -> list[str]:
-    """Instructions that write a register of a warpgroup's product while it runs: from its issue to
-    the next wait, in the order of the machine code. The compiler keeps such registers free, but not
-    where a product runs on into the next iteration of a loop."""
-    found: list[str] = []
-    running: set[int] = set()
-    for instruction in re.findall(r"\*/\s+(?:@!?U?P\w+ +)?([^;]+?)\s*;", code):
-        name = instruction.split()[0]
-        if product := re.match(r"[HQI]GMMA\.64x(\d+)x\S* R(\d+), (?:R(\d+))?", instruction):
-            width, sums, left = (int(each or -1) for each in product.groups())
-            running |= {sums + index for index in range(width // 2)}
-            running |= {left + index for index in range(4) if left >= 0}
-        elif name.startswith("WARPGROUP.DEPBAR"):
-            running.clear()
-        elif running and (written := re.match(rf"{re.escape(name)} (?:P\d, )?R(\d+)", instruction)):
-            size = next((each for each in (128, 64) if f".{each}" in name), 32) // 32
-            size = 2 if name.startswith("CS2R") else size
-            own = range(int(written[1]), int(written[1]) + size)
-            if not name.startswith(_READERS) and running.intersection(own):
-                found.append(instruction)
+    """Instructions that write a register of a warpgroup's product while it runs, in the order of
+    the machine code, and in one more turn of each loop into which a product runs on. The compiler
+    does not prevent the latter."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for label, instruction in re.findall(r"(\.L_x_\d+):|\*/\s+(?:@!?U?P\w+ +)?([^;]+?)\s*;", code):
+        if label:
+            labels[label] = len(lines)
+        else:
+            lines.append(instruction)
+    found, running = [], list[set[int]]([set()])
+    for index, instruction in enumerate(lines):
+        found += _one(instruction, running)
+        branch = re.match(r"BRA.*(\.L_x_\d+)", instruction)
+        if branch and any(running):
+            again = [set(group) for group in running]
+            for each in lines[labels.get(branch[1], index) : index]:
+                found += _one(each, again)
     return found
+
+
+def _one(instruction: str, running: list[set[int]]) -> list[str]:
+    """The instruction, if it writes a register of a running product. `running` has those of each
+    group of products that is waited for together; the last group is not complete."""
+    name = instruction.split()[0]
+    if product := re.match(r"[HQI]GMMA\.64x(\d+)x\S* R(\d+), (?:R(\d+))?", instruction):
+        width, sums, left = (int(each or -1) for each in product.groups())
+        running[-1] |= {sums + index for index in range(width // 2)}
+        running[-1] |= {left + index for index in range(4) if left >= 0}
+        if "gsb0" in instruction:
+            running.append(set())
+    elif waited := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)", instruction):
+        del running[: max(0, len(running) - 1 - int(waited[1], 16))]
+    elif written := re.match(rf"{re.escape(name)} (?:P\d, )?R(\d+)", instruction):
+        size = next((each for each in (128, 64) if f".{each}" in name), 32) // 32
+        size = 2 if name.startswith("CS2R") else size
+        own = set(range(int(written[1]), int(written[1]) + size))
+        if not name.startswith(_READERS) and any(own & group for group in running):
+            return [instruction]
+    return []
 
 
 _READERS = ("ST", "RED", "ATOM", "R2UR", "ARRIVES", "SYNCS", "BAR", "BRA", "UTMA")

@@ -29,3 +29,17 @@ def test_other_registers_stores_and_what_follows_the_wait() -> None:
 def test_a_product_that_reads_shared_memory_only() -> None:
     product = code("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0")
     assert overwritten(product + code("MOV R87, R1", "MOV R88, R1")) == ["MOV R87, R1"]
+
+
+def test_a_product_that_runs_on_into_the_next_turn_of_a_loop() -> None:
+    turn = code("LDS.128 R92, [R2]") + PRODUCT
+    loop = f".L_x_1:\n{turn}{{}}{code('@P0 BRA `(.L_x_1)')}"
+    assert overwritten(loop.format("")) == ["LDS.128 R92, [R2]"]
+    assert not overwritten(loop.format(WAIT))
+
+
+def test_a_wait_for_all_but_the_last_group_of_products() -> None:
+    wait = code("WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    newer = code("QGMMA.64x64x32.F32.E4M3.E4M3 R56, R96, gdesc[UR20], R56, gsb0")
+    written = code("MOV R24, R1", "MOV R56, R1")
+    assert overwritten(PRODUCT + newer + wait + written) == ["MOV R56, R1"]
