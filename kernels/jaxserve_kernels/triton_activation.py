@@ -35,10 +35,23 @@ def _argument(gate, GATED: gl.constexpr):
 
 @gluon.jit
 def gated_sums(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
-    """Like `gated`, but with a float32 result, for callers that round when they store."""
+    """Like `gated`, two numbers at a time."""
     gate = rounded(gate, dtype)
-    active = gate * sigmoid(_argument(gate, GATED))
-    return rounded(active, dtype) * rounded(up, dtype)
+    return product(gate * sigmoid(_argument(gate, GATED)), up, dtype)
+
+
+@gluon.jit
+def product(a, b, dtype: gl.constexpr):
+    """The product of float32 values that are rounded to `dtype`, in `dtype`."""
+    if dtype == gl.bfloat16:
+        values = gl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, zero; cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 b, $4, $3;
+            mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, a, b, zero; }""",
+            "=r,f,f,f,f", [a, b], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        values = (a.to(dtype).to(gl.float32) * b.to(dtype).to(gl.float32)).to(dtype)
+    return values
 
 
 @gluon.jit

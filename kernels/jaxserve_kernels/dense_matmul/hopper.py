@@ -65,7 +65,7 @@ def _multiply_tile(
     mbarrier.arrive(free.index((at + _STAGES - 1) % _STAGES), count=1)
     gate, up = gl.split(acc.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)))
     out = gated_sums(gate, up, gl.bfloat16, GATED)
-    out = gl.convert_layout(out.to(gl.bfloat16), flat)
+    out = gl.convert_layout(out, flat)
     row = token + part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, flat))
     row = gl.expand_dims(row, 1)
     column = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, flat)), 0)

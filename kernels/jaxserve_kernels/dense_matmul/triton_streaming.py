@@ -147,7 +147,7 @@ def _gated(
     gated = gated_sums(gate, up, dtype, GATED)
     token = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout)), 0)
     out_row = gl.expand_dims(first + gl.arange(0, half, gl.SliceLayout(1, out_layout)), 1)
-    gl.store(out_ptr + token * n + out_row, gated.to(dtype), mask=token < tokens)
+    gl.store(out_ptr + token * n + out_row, gated, mask=token < tokens)
 
 
 def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:

@@ -30,11 +30,11 @@ def activated(gate, up, dtype: tl.constexpr, GATED: tl.constexpr):
 
 @gluon.jit
 def activated_sums(gate, up, dtype: gl.constexpr, GATED: gl.constexpr):
-    """Like `activated`, but with a float32 result, for callers that round when they store."""
+    """Like `activated`, two numbers at a time."""
     if GATED == OSS:
         gate = gl.minimum(rounded(gate, dtype), _LIMIT)
         up = gl.minimum(gl.maximum(rounded(up, dtype), -_LIMIT), _LIMIT)
-        values = (up + 1.0) * gate * sigmoid(gate * _ALPHA)
+        values = ((up + 1.0) * gate * sigmoid(gate * _ALPHA)).to(dtype)
     else:
         values = gated_sums(gate, up, dtype, GATED)
     return values

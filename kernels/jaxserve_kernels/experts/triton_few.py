@@ -133,7 +133,7 @@ def _gate_up(
         acc = _add_bias(acc, bias_ptr + expert * (2 * n), n, True)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-    values = activated_sums(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
+    values = activated_sums(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
     layout: gl.constexpr = values.type.layout
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     there = (token < tokens) & (of_columns(choices, tokens, TOKENS, layout) >= 0)

@@ -159,7 +159,7 @@ def _product(
     if GATED:
         half: gl.constexpr = ROWS // 2
         gate, up = gl.split(sums.reshape([2, half, TOKENS]).permute((1, 2, 0)))
-        values = gated_sums(gate, up, dtype, GATED).to(dtype)
+        values = gated_sums(gate, up, dtype, GATED)
         by_row: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, WARPS], [0, 1])
         _store(gl.convert_layout(values, by_row), out_ptr, tokens, n, half, TOKENS, by_row)
     else:

@@ -297,7 +297,7 @@ def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: 
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        values = gated_sums(gate, up, dtype, GATED).to(dtype).reshape([ROWS // 2, TOKENS])
+        values = gated_sums(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
         _store(values, out_ptr, program, tokens, n, ROWS // 16)
     else:
         out_ptr += gl.program_id(1) * (tokens * n)

@@ -172,7 +172,7 @@ def _finish(
     row = row_tile * 64 + part * 32
     if GATED:
         values = gated_sums(a_sum, b_sum, dtype, GATED)
-        _store(values.to(dtype).reshape([32, TOKENS]), out_ptr, row, token_tile, tokens, n)
+        _store(values.reshape([32, TOKENS]), out_ptr, row, token_tile, tokens, n)
     else:
         out = out_ptr + split.to(gl.int64) * (tokens * n)
         _store(a_sum.to(dtype).reshape([32, TOKENS]), out, row, token_tile, tokens, n)
