@@ -202,3 +202,17 @@ def test_mxfp4_relative_to_a_largest_power_is_exact(largest: int, below: tuple[i
     powers = [2.0 ** (6 + each - largest) for each in exponents]
     kept = [power if power >= 2.0**-9 else 0.0 for power in powers]  # 0.5 times it is in e4m3
     rounded_products(factors, kept)
+
+
+def test_a_product_of_two_rounded_numbers_is_rounded_once() -> None:
+    """Two of them in one instruction, as in float32, down to zeros with their signs."""
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal((4, 100_000)) * 10.0 ** random.integers(-20, 18, (4, 100_000))
+    numbers = numbers.astype(np.float32)
+    numbers[:, ::97] *= 0
+    (words,) = assembly("triton_activation.py", "product")(*numbers.view(np.uint32))
+    first, second = (
+        each.astype(ml_dtypes.bfloat16).astype(np.float32) for each in np.split(numbers, 2)
+    )
+    expected = (first * second).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(halves(words), expected.view(np.uint16))
