@@ -17,7 +17,8 @@ QWEN, GPT_OSS = (2048, 768), (2880, 2880)
 
 def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = False) -> Any:
     from jaxserve_kernels.experts.hopper import _program
-    from jaxserve_kernels.experts.hopper_copy import BOX, DEPTH, PANEL
+    from jaxserve_kernels.experts.hopper_copy import DEPTH, PANEL
+    from jaxserve_kernels.experts.hopper_lists import BOX
     from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 
     embed, width = sizes
@@ -59,17 +60,17 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
         "STAGES": 4 if plain or in_bytes else 3,
         "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name.removesuffix("-blocks")],
         "GROUP": 128 if name in ("int4", "fp8-blocks") else padded, "ZERO": int(zeros),
-        "UNPACK": None,
+        "UNPACK": None, "PARTS": 1 if name in ("bf16", "fp8") else 2,
     }  # fmt: skip
-    return compile_kernel(_program, types, constants)
+    return compile_kernel(_program, types, constants, num_warps=8 // constants["PARTS"])
 
 
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
     ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 8),
-    ("int4", QWEN, True, 64), ("int4", QWEN, False, 8), ("int8", QWEN, False, 64),
-    ("mxfp4", GPT_OSS, True, 32), ("mxfp4", GPT_OSS, False, 48),
+    ("int4", QWEN, True, 16), ("int4", QWEN, False, 0), ("int8", QWEN, False, 32),
+    ("mxfp4", GPT_OSS, True, 16), ("mxfp4", GPT_OSS, False, 0),
     ("fp8", QWEN, True, 8), ("fp8", QWEN, False, 0),
-    ("fp8-blocks", QWEN, True, 16), ("fp8-blocks", QWEN, False, 0),
+    ("fp8-blocks", QWEN, True, 24), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
 def test_the_program_fits_and_its_products_do_not_wait(
     name: str, sizes: tuple[int, int], gated: bool, spilled: int, tmp_path: Path
@@ -81,18 +82,20 @@ def test_the_program_fits_and_its_products_do_not_wait(
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warps
 
 
-@pytest.mark.parametrize(("name", "most"), [("int4", 6), ("fp8-blocks", 4), ("bf16", 3)])
+@pytest.mark.parametrize(("name", "most"), [("int4", 12), ("fp8-blocks", 10), ("bf16", 9)])
 def test_warps_that_gather_seldom_wait_for_each_other(name: str, most: int) -> None:
     """In a step: where it begins and ends, and once for each copy of weights or scales; twice more
-    in int4's step of tokens' sums."""
+    in int4's step of tokens' sums. The other six are where a tile begins and ends."""
     kernel = compiled(name, QWEN, gated=True)
-    assert 0 < len(re.findall(r"bar\.sync\s+3,", kernel.asm["ptx"])) <= most
+    barrier = 2 if name == "bf16" else 3  # of the partition after the parts that multiply
+    found = re.findall(rf"bar\.sync\s+{barrier},", kernel.asm["ptx"])
+    assert 0 < len(found) <= most
 
 
 @pytest.mark.parametrize("name", ["int4", "mxfp4", "fp8", "bf16"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_warps_seldom_wait_for_each_other_where_a_tile_ends(name: str, gated: bool) -> None:
-    """Results change their layout in a buffer of a warpgroup's own: two waits for 32 or 64 tokens.
-    In scratch memory it took four times as many. There are eight variants of a tile."""
+    """Results change their layout in a buffer of a part's own: two waits for 32 or 64 tokens. In
+    scratch memory it took four times as many. Each part has four variants of a tile."""
     kernel = compiled(name, GPT_OSS if name == "mxfp4" else QWEN, gated=gated)
-    assert len(re.findall(r"bar\.sync", kernel.asm["ptx"])) <= 200
+    assert len(re.findall(r"bar\.sync", kernel.asm["ptx"])) <= 150

@@ -3,9 +3,13 @@
 A program walks over tiles of 256 weight rows of one expert (128 of gate and 128 of up, or 256 of
 down) by 64, 96, 128 or 160 of its tokens. So most experts with about 128 tokens are one tile, and
 their weights are read once. Producer warps copy both into rings in shared memory (`hopper_copy`),
-even while the previous tile is being stored (`hopper_results`). Each of two warpgroups multiplies
-half of the rows (`hopper_sums`, `hopper_four_bits`). Tokens of fp8 weights and of 4-bit ones are
-rounded to e4m3 first.
+even while the previous tile is being stored (`hopper_results`), and list the tile's tokens
+(`hopper_lists`). Each of two warpgroups multiplies half of the rows (`hopper_tiles`, `hopper_sums`,
+`hopper_four_bits`). Tokens of fp8 weights and of 4-bit ones are rounded to e4m3 first.
+
+Both warpgroups are one part of the program if they only multiply. Where they convert codes or scale
+sums between products, each is a part of its own, so that one multiplies meanwhile. Its code is then
+there twice, and the instruction cache does not hold it.
 
 Gate and up gather their tokens. The hidden activations are stored in expert order, so a tile of
 down reads consecutive rows. Rows past the end of an expert belong to the next one; their products
@@ -29,21 +33,18 @@ from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import most_blocks, tokens_in_bytes
 from jaxserve_kernels.experts.hopper_copy import (
-    BOX,
     DEPTH,
     GATHERERS,
-    MAIN,
     PANEL,
     ROWS,
     TILES,
-    block_at,
     copy,
     ring,
-    tiles_of,
 )
-from jaxserve_kernels.experts.hopper_four_bits import four_bit_sums
-from jaxserve_kernels.experts.hopper_results import DOWN, finish, halves, places, room, share
-from jaxserve_kernels.experts.hopper_sums import HALF, PLAIN, code_sums, shared_sums
+from jaxserve_kernels.experts.hopper_lists import BOX, DOWN, MAIN, room_for_lists
+from jaxserve_kernels.experts.hopper_results import room
+from jaxserve_kernels.experts.hopper_sums import PLAIN
+from jaxserve_kernels.experts.hopper_tiles import LEAST, multiply
 from jaxserve_kernels.experts.triton_activation import OSS
 from jaxserve_kernels.experts.types import (
     ExpertActivation,
@@ -62,12 +63,8 @@ from jaxserve_kernels.weights import Kind
 
 TOKENS = MAIN + BOX
 """The most tokens of a tile."""
-LEAST = 2
-"""The fewest boxes of a tile, also if some have no tokens."""
 _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
-_LEAST = gl.constexpr(LEAST)
-_BOXES = gl.constexpr(MAIN // BOX)
 _PANEL = gl.constexpr(PANEL)
 _ROWS = gl.constexpr(ROWS)
 _INT4 = gl.constexpr(INT4.value)
@@ -110,100 +107,6 @@ def _blocks(
 
 
 @gluon.jit
-def _multiply_tile(
-    part: gl.constexpr,
-    rings, factors, results, bias_ptr, lists, out_ptr, at, expert, begin, end, column, tokens,
-    second: gl.constexpr, rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr,
-    k: gl.constexpr, choices: gl.constexpr,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, BOXES: gl.constexpr,
-):  # fmt: skip
-    """Multiplies and stores the rows of warpgroup `part`: 64 of each half of a tile.
-
-    Starts at step `at` of the rings, and returns the step after the tile. The second half begins
-    `second` rows after the first. BOXES: those of the tile's tokens. Shapes are powers of two, so
-    the last of an odd number has sums of its own.
-    """
-    TOKENS: gl.constexpr = BOXES // 2 * 2 * _BOX
-    TAIL: gl.constexpr = BOXES % 2 == 1
-    SOME: gl.constexpr = TOKENS // 2
-    BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
-    GATHER: gl.constexpr = GATED != DOWN
-    column += part * HALF
-    main = places(lists, begin, end, tokens, choices, TOKENS, GATED, BIAS, BYTES)
-    last = main
-    if TAIL:
-        last = places(lists, begin + TOKENS, end, tokens, choices, _BOX, GATED, BIAS, BYTES)
-    row = expert * rows + column
-    left_tile = gl.minimum(row, all_rows - 64) // 64
-    right_tile = gl.minimum(row + second, all_rows - 64) // 64
-    if KIND >= _INT4:
-        left, right, short_left, short_right, at = four_bit_sums(
-            part, rings, factors, left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER, KIND,
-            ZERO,
-        )  # fmt: skip
-    elif KIND == PLAIN or BYTES:
-        left, right, short_left, short_right, at = shared_sums(
-            part, rings, factors[0], left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
-            KIND, GROUP,
-        )  # fmt: skip
-    else:
-        left, right, short_left, short_right, at = code_sums(
-            part, rings, factors[0], left_tile, right_tile, at, k, STAGES, TOKENS, TAIL, GATHER,
-            KIND, GROUP, UNPACK,
-        )  # fmt: skip
-    bias_ptr += expert * rows
-    staged, listed, last_listed = results
-    share(listed, main, GATED, BYTES)
-    if TAIL:
-        share(last_listed, last, GATED, BYTES)
-        finish(
-            short_left, short_right, staged, out_ptr, bias_ptr, last_listed, 0, column, second, n,
-            GATED, BIAS, BYTES,
-        )  # fmt: skip
-    left_first, left_then = halves(left)
-    right_first, right_then = halves(right)
-    finish(
-        left_first, right_first, staged, out_ptr, bias_ptr, listed, 0, column, second, n, GATED,
-        BIAS, BYTES,
-    )  # fmt: skip
-    finish(
-        left_then, right_then, staged, out_ptr, bias_ptr, listed, SOME, column, second, n, GATED,
-        BIAS, BYTES,
-    )  # fmt: skip
-    return at
-
-
-@gluon.jit
-def _multiply(
-    part: gl.constexpr,
-    rings, factors, results, bias_ptr, block_ptr, lists, out_ptr, tokens,
-    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
-    rows: gl.constexpr, all_rows: gl.constexpr,
-    n: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
-    STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr,
-):  # fmt: skip
-    at = 0
-    tile, stride, tiles = tiles_of(block_ptr, count, columns)
-    expert, begin, end = block_at(block_ptr, tile, count, columns)
-    for _ in range(tiles):
-        # The next tile's block is loaded while this tile is multiplied.
-        later = block_at(block_ptr, tile + stride, count, columns)
-        column = tile % columns * step
-        used = gl.maximum((end - begin + _BOX - 1) // _BOX, _LEAST)
-        for boxes in gl.static_range(_LEAST, _BOXES + 2):
-            if used == boxes:
-                at = _multiply_tile(
-                    part, rings, factors, results, bias_ptr, lists, out_ptr, at, expert, begin,
-                    end, column, tokens, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
-                    KIND, GROUP, ZERO, UNPACK, boxes,
-                )  # fmt: skip
-        tile += stride
-        expert, begin, end = later
-
-
-@gluon.jit
 def _program(
     x, w, scales, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr, weights_ptr,
     token_scale_ptr, tokens, out_ptr,
@@ -211,11 +114,12 @@ def _program(
     rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr = None,
+    GROUP: gl.constexpr, ZERO: gl.constexpr, PARTS: gl.constexpr, UNPACK: gl.constexpr = None,
 ):  # fmt: skip
     """n: columns of the result. k: inputs of the weight; tokens have the first `inputs` of them.
-    scales: tiles of those of groups, if there are any. The rings of weights have a block that is
-    copied in each stage; sums read the same memory by tiles."""
+    scales: tiles of those of groups, if there are any. PARTS: of the multiplying warps. The rings
+    of weights have a block that is copied in each stage; sums read a part's rows of its halves."""
+    HALF: gl.constexpr = _ROWS // PARTS
     gather: gl.constexpr = GATED != DOWN
     grouped: gl.constexpr = KIND >= _INT4 or (KIND != PLAIN and k > GROUP)
     dtype: gl.constexpr = x.dtype.element_ty if gather else x.dtype
@@ -229,50 +133,67 @@ def _program(
     w_stages = ring(w, STAGES)
     width: gl.constexpr = w.block_shape[-1]
     rows_of: gl.constexpr = gl.NVMMASharedLayout(2 * width, 16, rank=2)
-    if KIND == PLAIN:
-        weight: gl.constexpr = 2 * _ROWS * width * 2
-        w_ring = w_stages.reinterpret(w.dtype, [STAGES, 2 * _ROWS, width], rows_of)
-    else:
-        weight: gl.constexpr = 2 * _ROWS * (width * 2 + (4 if grouped else 0))
-        w_ring = w_stages.reinterpret(w.dtype, [STAGES * TILES, 64, width], rows_of)
+    weight: gl.constexpr = 2 * _ROWS * (width * 2 + (4 if grouped else 0))
+    w_ring = w_stages.reinterpret(w.dtype, [STAGES * 2 * PARTS, HALF, width], rows_of)
     s_stages, s_ring = w_stages, w_ring
     if grouped:
         flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
         s_stages = ring(scales, STAGES)
-        s_ring = s_stages.reinterpret(scales.dtype, [STAGES * TILES, 64], flat)
+        s_ring = s_stages.reinterpret(scales.dtype, [STAGES * 2 * PARTS, HALF], flat)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1 + GATHERERS if gather else 1)
-        mbarrier.init(free.index(stage), count=2)
+        mbarrier.init(free.index(stage), count=PARTS)
+    lists = room_for_lists(bits == 8, GATHERERS if gather else 32, PARTS)
     fence_async_shared()
     rings = (x_ring, t_ring, w_ring, s_ring, ready, free)
     filled = (x_ring, t_ring, w_stages, s_stages, ready, free)
-    lists = (order_ptr, weights_ptr, token_scale_ptr)
+    source = (x, w, scales)
+    arrays = (order_ptr, weights_ptr, token_scale_ptr)
     factors = (scale_ptr, zero_ptr)
-    lists_of_a_tile: gl.constexpr = 3 if bits == 8 else 2
-    first_results = room(2 * _BOX if KIND >= _INT4 else _BOX, lists_of_a_tile)
-    second_results = room(2 * _BOX if KIND >= _INT4 else _BOX, lists_of_a_tile)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                0, rings, factors, first_results, bias_ptr, block_ptr, lists, out_ptr, tokens,
-                count, columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
-                KIND, GROUP, ZERO, UNPACK,
-            )),
-            (_multiply, (
-                1, rings, factors, second_results, bias_ptr, block_ptr, lists, out_ptr, tokens,
-                count, columns, step, second, rows, all_rows, n, k, choices, STAGES, BIAS, GATED,
-                KIND, GROUP, ZERO, UNPACK,
-            )),
-            (copy, (
-                (x, w, scales), filled, block_ptr, order_ptr, count, columns, step, inputs, k,
-                choices, gather, grouped, KIND == _INT4, weight, panels, STAGES,
-            )),
-        ],
-        [4, GATHERERS // 32 if gather else 1],
-        [232, 40 if gather else 24],
-    )  # fmt: skip
+    staged: gl.constexpr = 2 * _BOX if KIND >= _INT4 else _BOX
+    copies = source, filled, lists, arrays
+    if PARTS == 1:
+        results = room(staged, HALF), lists
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, HALF, rings, factors, results, bias_ptr, block_ptr, out_ptr, count, columns,
+                    step, second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
+                    UNPACK,
+                )),
+                (copy, (
+                    copies, block_ptr, tokens, count, columns, step, inputs, k, choices, GATED,
+                    grouped, KIND == _INT4, weight, panels, STAGES,
+                )),
+            ],
+            [GATHERERS // 32 if gather else 1],
+            [40],
+        )  # fmt: skip
+    else:
+        first = room(staged, HALF), lists
+        then = room(staged, HALF), lists
+        gl.warp_specialize(
+            [
+                (multiply, (
+                    0, HALF, rings, factors, first, bias_ptr, block_ptr, out_ptr, count, columns,
+                    step, second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
+                    UNPACK,
+                )),
+                (multiply, (
+                    1, HALF, rings, factors, then, bias_ptr, block_ptr, out_ptr, count, columns,
+                    step, second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
+                    UNPACK,
+                )),
+                (copy, (
+                    copies, block_ptr, tokens, count, columns, step, inputs, k, choices, GATED,
+                    grouped, KIND == _INT4, weight, panels, STAGES,
+                )),
+            ],
+            [4, GATHERERS // 32 if gather else 1],
+            [232, 40],
+        )  # fmt: skip
 
 
 def experts(
@@ -333,6 +254,9 @@ def _product(
     if tokens_in_bytes(found):
         own, token_scale, _ = quantized(x, _token_format(found, x.shape[0], k), target=target)
         constants["STAGES"], bits = 4, 8
+    known = found.operand
+    plain = known is None or (known.kind == Kind.FP8 and bits == 8 and known.group == k)
+    constants["PARTS"] = 1 if plain else 2
     step = ROWS if gated else 2 * ROWS
     columns = triton.cdiv(n, step)
     blocks, order, weights, tokens = lists
@@ -345,7 +269,7 @@ def _product(
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size, n), x.dtype),
         grid=(min(target.gpu.multiprocessors, blocks.shape[1] * columns),),
-        num_warps=4,
+        num_warps=8 // constants["PARTS"],
         count=blocks.shape[1], columns=columns, step=step, second=n if gated else ROWS,
         rows=rows, all_rows=count * rows, n=n, inputs=own.shape[1], k=k, choices=ids.shape[1],
         BIAS=bias is not None, GATED=gated, **constants,

@@ -10,12 +10,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from jaxserve_kernels.experts.hopper_lists import (
+    BOX,
+    DOWN,
+    MAIN,
+    copy_pairs,
+    wait_for_pairs,
+    write_lists,
+)
+
 ROWS, DEPTH = 128, 64
 """Half of a tile's weight rows; inputs of a panel of tokens in bfloat16."""
 PANEL = 128
 """Bytes of a token in a panel. In e4m3 they are as many inputs."""
-MAIN, BOX = 128, 32
-"""Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
 GATHERERS = gl.constexpr(128)
 """Threads that copy tokens which are not in expert order."""
 _DEPTH = gl.constexpr(DEPTH)
@@ -138,7 +145,7 @@ def _expect(bar, boxes, WEIGHT: gl.constexpr, PANELS: gl.constexpr):
 
 @gluon.jit
 def _gather_tile(
-    source, rings, order_ptr, at, begin, end, expert, row,
+    source, rings, pairs, at, begin, end, expert, row,
     inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     GROUPED: gl.constexpr, SUMS: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -149,8 +156,8 @@ def _gather_tile(
     x_ring, t_ring, _, _, ready, free = rings
     depth: gl.constexpr = t_ring.shape[2]
     flat: gl.constexpr = gl.BlockedLayout([1, depth // 8], [4, 8], [4, 1], [1, 0])
-    main = _tokens(x_ptr, order_ptr, begin, end, _MAIN, flat, depth, inputs, choices)
-    last = _tokens(x_ptr, order_ptr, begin + _MAIN, end, _BOX, flat, depth, inputs, choices)
+    main = _tokens(x_ptr, pairs[0], begin, end, flat, depth, inputs, choices)
+    last = _tokens(x_ptr, pairs[1], begin + _MAIN, end, flat, depth, inputs, choices)
     steps: gl.constexpr = k // (PANELS * depth)
     for step in range(steps + SUMS):
         stage = at % STAGES
@@ -174,16 +181,16 @@ def _gather_tile(
 
 @gluon.jit
 def _tokens(
-    x_ptr, order_ptr, begin, end, TOKENS: gl.constexpr, layout: gl.constexpr, depth: gl.constexpr,
-    inputs: gl.constexpr, choices: gl.constexpr,
+    x_ptr, pairs, begin, end, layout: gl.constexpr, depth: gl.constexpr, inputs: gl.constexpr,
+    choices: gl.constexpr,
 ):  # fmt: skip
     """Pointers to the first `depth` inputs of tokens of a tile, which of the tokens are there, and
     numbers of the inputs."""
-    place = begin + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-    there = place < end
-    pair = gl.load(order_ptr + place, mask=there, other=0)
+    of_token: gl.constexpr = gl.SliceLayout(1, layout)
+    there = begin + gl.arange(0, pairs.shape[0], of_token) < end
+    token = pairs.load(of_token) // choices
     number = gl.expand_dims(gl.arange(0, depth, gl.SliceLayout(0, layout)), 0)
-    source = x_ptr + (gl.expand_dims(pair // choices * inputs, 1) + number)
+    source = x_ptr + (gl.expand_dims(token * inputs, 1) + number)
     there, _ = gl.broadcast(gl.expand_dims(there, 1), source)
     return source, there, number
 
@@ -201,35 +208,47 @@ def _gather(place, tokens, past, inputs: gl.constexpr, k: gl.constexpr):
 
 @gluon.jit
 def copy(
-    source, rings, block_ptr, order_ptr,
+    copies, block_ptr, tokens,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
-    inputs: gl.constexpr, k: gl.constexpr,
-    choices: gl.constexpr, GATHER: gl.constexpr, GROUPED: gl.constexpr, SUMS: gl.constexpr,
+    inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    GATED: gl.constexpr, GROUPED: gl.constexpr, SUMS: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the tokens and weights of every step of each of the program's tiles. Programs that run
-    at the same time share the tokens of a block.
+    """Copies the tokens and weights of every step of each of the program's tiles, and writes the
+    tile's lists. Programs that run at the same time share the tokens of a block.
 
     source: tokens, weights and scales. rings: of tokens, of their last box, of weights and scales,
-    and barriers of full and free stages. The tokens are a descriptor of tokens in expert order.
-    With GATHER they are a pointer to tokens in their original order. TMA cannot gather those. So
-    GATHERERS threads copy them by `cp.async`, and each arrives at a full stage's barrier when its
-    copies are done. Who reads them needs a fence.
+    and barriers of full and free stages. arrays: the order of pairs, their weights and the tokens'
+    scales. Down's tokens are a descriptor of tokens in expert order. Those of gate and up are a
+    pointer to tokens in their original order. TMA cannot gather those. So GATHERERS threads copy
+    them by `cp.async`, and each arrives at a full stage's barrier when its copies are done. Who
+    reads them needs a fence.
     """
+    source, rings, lists, arrays = copies
+    WARPS: gl.constexpr = 1 if GATED == DOWN else GATHERERS // 32
+    BYTES: gl.constexpr = rings[0].dtype == gl.float8e4nv
+    order_ptr, _, _ = arrays
     at = 0
     tile, stride, tiles = tiles_of(block_ptr, count, columns)
     expert, begin, end = block_at(block_ptr, tile, count, columns)
-    for _ in range(tiles):
-        later = block_at(block_ptr, tile + stride, count, columns)
+    later = block_at(block_ptr, tile + stride, count, columns)
+    copy_pairs(order_ptr, lists, 0, begin, end, WARPS)
+    for number in range(tiles):
+        copy_pairs(order_ptr, lists, number + 1, later[1], later[2], WARPS)
+        last = block_at(block_ptr, tile + 2 * stride, count, columns)
+        pairs = wait_for_pairs(lists, number)
         row = tile % columns * step
-        if GATHER:
-            at = _gather_tile(
-                source, rings, order_ptr, at, begin, end, expert, row, inputs, k, choices, GROUPED,
-                SUMS, WEIGHT, PANELS, STAGES,
-            )  # fmt: skip
-        else:
+        if GATED == DOWN:
             at = _copy_tile(
                 source, rings, at, begin, end, expert, row, k, GROUPED, SUMS, WEIGHT, PANELS, STAGES
             )
+        else:
+            at = _gather_tile(
+                source, rings, pairs, at, begin, end, expert, row, inputs, k, choices, GROUPED,
+                SUMS, WEIGHT, PANELS, STAGES,
+            )  # fmt: skip
+        write_lists(arrays, lists, pairs, number, begin, end, tokens, choices, GATED, BYTES, WARPS)
         tile += stride
         expert, begin, end = later
+        later = last
+    wait_for_pairs(lists, tiles)

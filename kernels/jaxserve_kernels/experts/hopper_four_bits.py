@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from jaxserve_kernels.experts.hopper_copy import TILES
 from jaxserve_kernels.experts.hopper_sums import (
-    HALF,
     divisor,
     no_sums,
+    piece,
     quotient,
+    rows_from,
     tail,
     times,
     wait,
@@ -43,11 +43,12 @@ _INTEGERS = gl.constexpr(512.0)
 
 @gluon.jit
 def four_bit_sums(
-    part: gl.constexpr, rings, factors, left_tile, right_tile, at,
+    part: gl.constexpr, HALF: gl.constexpr, rings, left_begin, right_begin, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
     GATHER: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs.
+    """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs. `left_begin` and
+    `right_begin`: `begin_of` the halves.
 
     Integers' sums are divided by the step's scale of their row before its products are added, so
     that one accumulator is enough. All products end in their step: the next one overwrites
@@ -55,26 +56,26 @@ def four_bit_sums(
     warpgroup multiplies.
     """
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    left, short_left = no_sums(HALF, TOKENS, 32)
+    right, short_right = no_sums(HALF, TOKENS, 32)
+    layout: gl.constexpr = left.type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    left, short_left = no_sums(TOKENS, 32)
-    right, short_right = no_sums(TOKENS, 32)
-    left_scale = _first(factors, left_tile, KIND, row)
-    right_scale = _first(factors, right_tile, KIND, row)
+    left_scale = _first(left_begin, KIND, row)
+    right_scale = _first(right_begin, KIND, row)
     if KIND == _INT4:
-        left_zeros = _zeros(factors, left_tile, k // 128, TOKENS, ZERO)
-        right_zeros = _zeros(factors, right_tile, k // 128, TOKENS, ZERO)
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        left, short_left = _less_zeros(rings, stage, left_zeros, left, short_left, TAIL)
-        right, short_right = _less_zeros(rings, stage, right_zeros, right, short_right, TAIL)
+        zeros = _zeros(left_begin, ZERO)
+        left, short_left = _less_zeros(rings, stage, zeros, left, short_left, TAIL)
+        zeros = _zeros(right_begin, ZERO)
+        right, short_right = _less_zeros(rings, stage, zeros, right, short_right, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     for _ in range(k // 128):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        tile = stage * TILES + part
-        other = tile + TILES // 2
+        tile = piece(stage, 0, part, HALF)
+        other = piece(stage, 1, part, HALF)
         left_words = s_ring.index(tile).load(row)
         right_words = s_ring.index(other).load(row)
         if KIND == _INT4:
@@ -95,13 +96,43 @@ def four_bit_sums(
 
 
 @gluon.jit
-def _first(factors, row_tile, KIND: gl.constexpr, row: gl.constexpr):
+def begin_of(
+    factors, first, all_rows: gl.constexpr, HALF: gl.constexpr, k: gl.constexpr,
+    KIND: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """What the sums of HALF rows begin with, from row `first` on. Of integers, each group's scales
+    and zero points. Of MXFP4, each row's largest exponent."""
+    scale_ptr, second_ptr = factors
+    if KIND == _INT4:
+        groups: gl.constexpr = k // 128
+        most: gl.constexpr = (groups + 15) // 16 * 16
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HALF // 16, 1], [16, 64, 16])
+        left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+        row = gl.expand_dims(rows_from(first, all_rows, HALF, gl.SliceLayout(1, left)), 1)
+        group = gl.expand_dims(gl.arange(0, most, gl.SliceLayout(0, left)), 0)
+        place = row // 64 * (groups * 64) + row % 64 + group * 64
+        known, _ = gl.broadcast(group < groups, place)
+        scale = gl.load(scale_ptr + place, mask=known, other=0.0)
+        zero = scale
+        if ZERO:
+            zero = gl.load(second_ptr + place, mask=known, other=0)
+        found = scale, zero
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HALF // 16, 1], [16, 64, 32])
+        row = rows_from(first, all_rows, HALF, gl.SliceLayout(1, layout))
+        largest = gl.load(second_ptr + row)
+        found = largest, largest
+    return found
+
+
+@gluon.jit
+def _first(begin, KIND: gl.constexpr, row: gl.constexpr):
     """The scale of each row's sums before the first step. For MXFP4 it is the row's largest
     exponent, in all steps."""
     if KIND == _INT4:
-        scale = gl.full([HALF], 1 / _INTEGERS, gl.float32, row)
+        scale = gl.full([begin[0].shape[0]], 1 / _INTEGERS, gl.float32, row)
     else:
-        scale = gl.load(factors[1] + row_tile * 64 + gl.arange(0, HALF, row)).to(gl.int32)
+        scale = gl.convert_layout(begin[0].to(gl.int32), row, assert_trivial=True)
     return scale
 
 
@@ -127,7 +158,7 @@ def _add(codes, x_ring, t_ring, stage, main, short, TAIL: gl.constexpr):
 
 @gluon.jit
 def _unpacked(tile, words, scale, mma: gl.constexpr, KIND: gl.constexpr):
-    """A tile's codes as a left operand, [HALF, 128]."""
+    """Codes of a part's rows as a left operand, [HALF, 128]."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     codes = tile.load(operand)
     if KIND == _INT4:
@@ -137,27 +168,16 @@ def _unpacked(tile, words, scale, mma: gl.constexpr, KIND: gl.constexpr):
         largest = gl.convert_layout(scale, gl.SliceLayout(1, operand), assert_trivial=True)
         planes = _looked_up(codes, words, largest)
     both = gl.join(gl.join(planes[0], planes[2]), gl.join(planes[1], planes[3]))
-    joined = both.permute((0, 2, 3, 1)).reshape([HALF, 128]).to(gl.float8e4nv, bitcast=True)
+    joined = both.permute((0, 2, 3, 1)).reshape([codes.shape[0], 128])
+    joined = joined.to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(joined, operand, assert_trivial=True)
 
 
 @gluon.jit
-def _zeros(
-    weight_factors, row_tile, groups: gl.constexpr, TOKENS: gl.constexpr, ZERO: gl.constexpr
-):  # fmt: skip
+def _zeros(begin, ZERO: gl.constexpr):
     """Minus scale times zero point of each row and group, as a left operand."""
-    scale_ptr, zero_ptr = weight_factors
-    most: gl.constexpr = (groups + 15) // 16 * 16
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    row = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(1, left)), 1)
-    group = gl.expand_dims(gl.arange(0, most, gl.SliceLayout(0, left)), 0)
-    place = row_tile * (groups * 64) + row + group * 64
-    known, _ = gl.broadcast(group < groups, place)
-    scale = gl.load(scale_ptr + place, mask=known, other=0.0)
-    zero = 8.0
-    if ZERO:
-        zero = gl.load(zero_ptr + place, mask=known, other=0).to(gl.float32)
+    scale, zero_point = begin
+    zero = zero_point.to(gl.float32) if ZERO else 8.0
     return (-scale * zero).to(gl.bfloat16)
 
 
@@ -184,7 +204,8 @@ def _sums(panel, groups: gl.constexpr):
 @gluon.jit
 def _times_sums(zeros, sums, acc):
     before: gl.constexpr = acc.type.layout
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
+    warps: gl.constexpr = acc.shape[0] // 16
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, acc.shape[1], 16])
     zeros = gl.convert_layout(zeros, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     acc = warpgroup_mma(zeros, sums.permute((1, 0)), acc)

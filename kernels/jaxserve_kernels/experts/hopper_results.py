@@ -5,73 +5,21 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxserve_kernels.experts.hopper_copy import BOX, MAIN
-from jaxserve_kernels.experts.hopper_sums import HALF
+from jaxserve_kernels.experts.hopper_lists import DOWN, FACTOR, SCALE
 from jaxserve_kernels.experts.triton_activation import activated_sums
 
-_MAIN = gl.constexpr(MAIN)
-_BOX = gl.constexpr(BOX)
-DOWN = gl.constexpr(0)
-"""GATED of the down product, beside the values of `activation.gating` and `OSS`."""
-
 
 @gluon.jit
-def places(
-    lists, first, end, tokens, choices: gl.constexpr,
-    TOKENS: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Result rows of the pairs from `first` on, -1 past the last one; the pairs' weights; and the
-    scales of their tokens, if these are in bytes. Without a bias the weights contain the scales.
-
-    The result of down is in the order of choice and token, that of gate and up in expert order.
-    """
-    order_ptr, weights_ptr, token_scale_ptr = lists
-    place = first + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
-    there = place < end
-    factor = 1.0
-    scale = 1.0
-    row = place
-    of_scale = place
-    if GATED == DOWN or BYTES:
-        pair = gl.load(order_ptr + place, mask=there, other=0)
-        if GATED == DOWN:
-            factor = gl.load(weights_ptr + pair, mask=there, other=0.0)
-            row = (pair % choices) * tokens + pair // choices
-        else:
-            of_scale = pair // choices
-    if BYTES:
-        scale = gl.load(token_scale_ptr + of_scale, mask=there, other=0.0)
-        if GATED == DOWN and not BIAS:
-            factor *= scale
-    return gl.where(there, row, -1), factor, scale
-
-
-@gluon.jit
-def room(STAGED: gl.constexpr, LISTS: gl.constexpr):
-    """A warpgroup's shared memory: for results of STAGED tokens, and for what `places` finds of a
-    tile's first tokens and of its last box."""
+def room(STAGED: gl.constexpr, HALF: gl.constexpr):
+    """A part's shared memory for results of STAGED tokens."""
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    staged = gl.allocate_shared_memory(gl.bfloat16, [STAGED, HALF], panel)
-    listed = gl.allocate_shared_memory(gl.int32, [LISTS, _MAIN], flat)
-    return staged, listed, gl.allocate_shared_memory(gl.int32, [LISTS, _BOX], flat)
-
-
-@gluon.jit
-def share(listed, found, GATED: gl.constexpr, BYTES: gl.constexpr):
-    """Writes what `places` found where all threads of the warpgroup see it."""
-    TOKENS: gl.constexpr = found[0].shape[0]
-    listed.index(0).slice(0, TOKENS).store(found[0])
-    if GATED == DOWN:
-        listed.index(1).slice(0, TOKENS).store(found[1].to(gl.int32, bitcast=True))
-    if BYTES:
-        listed.index(2).slice(0, TOKENS).store(found[2].to(gl.int32, bitcast=True))
+    return gl.allocate_shared_memory(gl.bfloat16, [STAGED, HALF], panel)
 
 
 @gluon.jit
 def _listed(numbers, layout: gl.constexpr):
     """A number in float32 for each column."""
-    return gl.expand_dims(numbers.load(layout).to(gl.float32, bitcast=True), 0)
+    return gl.expand_dims(numbers.load(layout), 0)
 
 
 @gluon.jit
@@ -88,7 +36,9 @@ def _store(values, staged, out_ptr, rows, column, n: gl.constexpr):
 
 @gluon.jit
 def _store_at_once(values, staged, out_ptr, rows, column, n: gl.constexpr):
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HALF: gl.constexpr = values.shape[0]
+    across: gl.constexpr = HALF // 8
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [HALF // 16, 1], [1, 0])
     panel = staged.slice(0, values.shape[1])
     panel.store(values.to(gl.bfloat16).permute((1, 0)))
     out = panel.load(flat)
@@ -109,15 +59,19 @@ def finish(
     those from `first` on in `listed`."""
     of_token: gl.constexpr = gl.SliceLayout(0, left.type.layout)
     TOKENS: gl.constexpr = left.shape[1]
-    if BYTES and (BIAS or GATED != DOWN):
-        scale = _listed(listed.index(2).slice(first, TOKENS), of_token)
-        left, right = left * scale, right * scale
+    scale = 1.0
+    if BYTES:
+        scale = _listed(listed[1].index(SCALE).slice(first, TOKENS), of_token)
+        if BIAS or GATED != DOWN:
+            left, right = left * scale, right * scale
     if BIAS:
         left = _biased(left, bias_ptr, column, n)
         right = _biased(right, bias_ptr, column + second, n if GATED == DOWN else n + second)
-    rows = listed.index(0).slice(first, TOKENS)
+    rows = listed[0].slice(first, TOKENS)
     if GATED == DOWN:
-        factor = _listed(listed.index(1).slice(first, TOKENS), of_token)
+        factor = _listed(listed[1].index(FACTOR).slice(first, TOKENS), of_token)
+        if not BIAS:
+            factor *= scale
         _store(left * factor, staged, out_ptr, rows, column, n)
         _store(right * factor, staged, out_ptr, rows, column + second, n)
     else:
@@ -127,7 +81,7 @@ def finish(
 
 @gluon.jit
 def _biased(acc, bias_ptr, column, n: gl.constexpr):
-    columns = column + gl.arange(0, HALF, gl.SliceLayout(1, acc.type.layout))
+    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     bias = gl.load(bias_ptr + columns, mask=columns < n, other=0.0)
     return acc + gl.expand_dims(bias.to(gl.float32), 1)
 
@@ -136,4 +90,4 @@ def _biased(acc, bias_ptr, column, n: gl.constexpr):
 def halves(values):
     """The first half of the tokens, and the second."""
     tokens: gl.constexpr = values.shape[1] // 2
-    return gl.split(values.reshape([HALF, 2, tokens]).permute((0, 2, 1)))
+    return gl.split(values.reshape([values.shape[0], 2, tokens]).permute((0, 2, 1)))

@@ -1,4 +1,4 @@
-"""The products of one warpgroup of `hopper.py`: its rows of a weight times the tokens of a tile.
+"""The products of a part of `hopper.py`: its rows of a weight times the tokens of a tile.
 
 8-bit codes of other types than the tokens' are converted in the registers that the tensor cores
 read, those of 4 bits in `hopper_four_bits`.
@@ -15,15 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.experts.hopper_copy import BOX, MAIN, ROWS, TILES
+from jaxserve_kernels.experts.hopper_copy import ROWS
+from jaxserve_kernels.experts.hopper_lists import BOX, MAIN
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT8
 from jaxserve_kernels.quantized_matmul.triton_unpack import each, int8_pair
 
 _MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 _ROWS = gl.constexpr(ROWS)
-HALF = gl.constexpr(ROWS // 2)
-"""Rows of a warpgroup, of either half of a tile."""
 PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
 _INT8 = gl.constexpr(INT8.value)
@@ -31,7 +30,8 @@ _INT8 = gl.constexpr(INT8.value)
 
 @gluon.jit
 def shared_sums(
-    part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
+    part: gl.constexpr, HALF: gl.constexpr, rings, scale_ptr, left_row, right_row,
+    all_rows: gl.constexpr, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
     GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -45,31 +45,29 @@ def shared_sums(
     """
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
     inputs: gl.constexpr = 16 if KIND == PLAIN else 32  # of the tensor cores' products
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, inputs])
     groups: gl.constexpr = k // GROUP
     steps: gl.constexpr = k // t_ring.shape[2]
-    left, short_left = no_sums(TOKENS, inputs)
-    right, short_right = no_sums(TOKENS, inputs)
-    row: gl.constexpr = gl.SliceLayout(1, layout)
+    left, short_left = no_sums(HALF, TOKENS, inputs)
+    right, short_right = no_sums(HALF, TOKENS, inputs)
+    row: gl.constexpr = gl.SliceLayout(1, left.type.layout)
     left_scale = gl.full([HALF], 1.0, gl.float32, row)
     right_scale = left_scale
     if KIND != PLAIN and groups == 1:
-        at_row = scale_ptr + gl.arange(0, HALF, row)
-        left_scale = gl.load(at_row + left_tile * 64)
-        right_scale = gl.load(at_row + right_tile * 64)
+        left_scale = gl.load(scale_ptr + rows_from(left_row, all_rows, HALF, row))
+        right_scale = gl.load(scale_ptr + rows_from(right_row, all_rows, HALF, row))
     for step in range(steps):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         if groups > 1:
-            scale = divisor(s_ring.index(stage * TILES + part).load(row))
+            scale = divisor(s_ring.index(piece(stage, 0, part, HALF)).load(row))
             left, short_left = times(left, short_left, quotient(left_scale, scale))
             left_scale = scale
-            scale = divisor(s_ring.index(stage * TILES + TILES // 2 + part).load(row))
+            scale = divisor(s_ring.index(piece(stage, 1, part, HALF)).load(row))
             right, short_right = times(right, short_right, quotient(right_scale, scale))
             right_scale = scale
         x = x_ring.index(stage).slice(0, TOKENS, dim=0).permute((1, 0))
-        w_left = _weight_rows(w_ring, stage, 0, part)
-        w_right = _weight_rows(w_ring, stage, 1, part)
+        w_left = _weight_rows(w_ring, piece(stage, 0, part, HALF))
+        w_right = _weight_rows(w_ring, piece(stage, 1, part, HALF))
         left = warpgroup_mma(w_left, x, left, is_async=True)
         right = warpgroup_mma(w_right, x, right, is_async=True)
         if TAIL:
@@ -96,11 +94,12 @@ def shared_sums(
 
 
 @gluon.jit
-def no_sums(TOKENS: gl.constexpr, inputs: gl.constexpr):
+def no_sums(HALF: gl.constexpr, TOKENS: gl.constexpr, inputs: gl.constexpr):
     """Sums of half a tile, 0: [HALF, TOKENS] and [HALF, _BOX]. inputs: of the tensor cores'
     products."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, inputs])
-    short: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BOX, inputs])
+    WARPS: gl.constexpr = HALF // 16
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, inputs])
+    short: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _BOX, inputs])
     main = gl.zeros([HALF, TOKENS], gl.float32, layout)
     return main, gl.zeros([HALF, _BOX], gl.float32, short)
 
@@ -125,16 +124,27 @@ def wait(bar, phase, GATHER: gl.constexpr):
 
 
 @gluon.jit
-def _weight_rows(w_ring, stage, half: gl.constexpr, part: gl.constexpr):
-    """The rows of a warpgroup in one half of a stage: [HALF, 64] in bfloat16, [HALF, 128] in
-    e4m3."""
-    if w_ring.dtype == gl.bfloat16:
-        rows = w_ring.index(stage).slice(half * _ROWS + part * HALF, HALF, dim=0)
-    else:
+def piece(stage, half: gl.constexpr, part: gl.constexpr, HALF: gl.constexpr):
+    """Where the rings of weights and scales have a part's rows of one half of a stage."""
+    PARTS: gl.constexpr = _ROWS // HALF
+    return stage * (2 * PARTS) + (half * PARTS + part)
+
+
+@gluon.jit
+def _weight_rows(w_ring, index):
+    """A part's rows of one half of a stage: [HALF, 64] in bfloat16, [HALF, 128] in e4m3."""
+    rows = w_ring.index(index)
+    if w_ring.dtype != gl.bfloat16:
         by_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-        rows = w_ring.index(stage * TILES + half * (TILES // 2) + part)
-        rows = rows.reinterpret(gl.float8e4nv, [HALF, 128], by_bytes)
+        rows = rows.reinterpret(gl.float8e4nv, [rows.shape[0], 128], by_bytes)
     return rows
+
+
+@gluon.jit
+def rows_from(first, all_rows: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
+    """HALF rows of a weight of `all_rows`. Those past its end are of its last 64."""
+    row = first + gl.arange(0, HALF, layout)
+    return gl.minimum(row // 64, all_rows // 64 - 1) * 64 + row % 64
 
 
 @gluon.jit
@@ -166,36 +176,38 @@ def quotient(before, scale):
 
 @gluon.jit
 def code_sums(
-    part: gl.constexpr, rings, scale_ptr, left_tile, right_tile, at,
+    part: gl.constexpr, HALF: gl.constexpr, rings, scale_ptr, left_row, right_row,
+    all_rows: gl.constexpr, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
     GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
     """`shared_sums` of 8-bit codes in bfloat16, with a scale per 128 inputs or per row. The tiles
-    of codes are those of the warpgroup's rows. While one warpgroup converts codes, the other one
+    of codes are those of the part's rows. While one warpgroup converts codes, the other one
     multiplies."""
     _, _, _, _, ready, free = rings
     SCALED: gl.constexpr = k > GROUP  # else rows have scales
     steps: gl.constexpr = k // 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    left, short_left = no_sums(TOKENS, 16)
-    right, short_right = no_sums(TOKENS, 16)
+    left, short_left = no_sums(HALF, TOKENS, 16)
+    right, short_right = no_sums(HALF, TOKENS, 16)
     for _ in range(steps):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         left, short_left = _add_codes(
-            rings, stage, stage * TILES + part,
+            rings, stage, piece(stage, 0, part, HALF),
             left, short_left, TAIL, KIND, SCALED, UNPACK,
         )  # fmt: skip
         right, short_right = _add_codes(
-            rings, stage, stage * TILES + TILES // 2 + part,
+            rings, stage, piece(stage, 1, part, HALF),
             right, short_right, TAIL, KIND, SCALED, UNPACK,
         )  # fmt: skip
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     if not SCALED:
-        row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-        left, short_left = times(left, short_left, gl.load(scale_ptr + left_tile * 64 + row))
-        right, short_right = times(right, short_right, gl.load(scale_ptr + right_tile * 64 + row))
+        row: gl.constexpr = gl.SliceLayout(1, left.type.layout)
+        scale = gl.load(scale_ptr + rows_from(left_row, all_rows, HALF, row))
+        left, short_left = times(left, short_left, scale)
+        scale = gl.load(scale_ptr + rows_from(right_row, all_rows, HALF, row))
+        right, short_right = times(right, short_right, scale)
     return left, right, short_left, short_right, at
 
 
