@@ -65,10 +65,9 @@ def four_bit_sums(
     if KIND == _INT4:
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        zeros = _zeros(left_begin, ZERO)
-        left, short_left = _less_zeros(rings, stage, zeros, left, short_left, TAIL)
-        zeros = _zeros(right_begin, ZERO)
-        right, short_right = _less_zeros(rings, stage, zeros, right, short_right, TAIL)
+        sums = left, right, short_left, short_right
+        zeros = _zeros(left_begin, ZERO), _zeros(right_begin, ZERO)
+        left, right, short_left, short_right = _less_zeros(rings, stage, zeros, sums, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     for _ in range(k // 128):
@@ -182,16 +181,29 @@ def _zeros(begin, ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _less_zeros(rings, stage, zeros, main, short, TAIL: gl.constexpr):
-    """Subtracts each group's scale times zero point times the tokens' sums."""
+def _less_zeros(rings, stage, zeros, acc, TAIL: gl.constexpr):
+    """Subtracts each group's scale times zero point times the tokens' sums. Waits for all of these
+    products together."""
     x_ring, t_ring, _, _, _, _ = rings
-    TOKENS: gl.constexpr = main.shape[1]
-    sums = _sums(x_ring.index(stage), zeros.shape[1])
-    main = _times_sums(zeros, sums.slice(0, TOKENS, dim=0), main)
+    left, right, short_left, short_right = acc
+    TOKENS: gl.constexpr = left.shape[1]
+    groups: gl.constexpr = zeros[0].shape[1]
+    layout: gl.constexpr = left.type.layout
+    short: gl.constexpr = short_left.type.layout
+    all_sums = _sums(x_ring.index(stage), groups)
+    sums = all_sums.slice(0, TOKENS, dim=0)
+    left = _times_sums(zeros[0], sums, left)
+    right = _times_sums(zeros[1], sums, right)
     if TAIL:
-        last = _sums(t_ring.index(stage), zeros.shape[1])
-        short = _times_sums(zeros, tail(sums, last, TOKENS), short)
-    return main, short
+        sums = tail(all_sums, _sums(t_ring.index(stage), groups), TOKENS)
+        short_left = _times_sums(zeros[0], sums, short_left)
+        short_right = _times_sums(zeros[1], sums, short_right)
+    left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    right = gl.convert_layout(right, layout, assert_trivial=True)
+    short_left = gl.convert_layout(short_left, short, assert_trivial=True)
+    short_right = gl.convert_layout(short_right, short, assert_trivial=True)
+    return left, right, short_left, short_right
 
 
 @gluon.jit
@@ -203,13 +215,12 @@ def _sums(panel, groups: gl.constexpr):
 
 @gluon.jit
 def _times_sums(zeros, sums, acc):
-    before: gl.constexpr = acc.type.layout
+    """Adds zeros times sums. Runs on, in a layout of products of 16 inputs."""
     warps: gl.constexpr = acc.shape[0] // 16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, acc.shape[1], 16])
     zeros = gl.convert_layout(zeros, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
-    acc = warpgroup_mma(zeros, sums.permute((1, 0)), acc)
-    return gl.convert_layout(acc, before, assert_trivial=True)
+    return warpgroup_mma(zeros, sums.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
