@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.studies.hardware_counters import METRICS, kernels
+from lab.studies.hardware_counters import METRICS, kernels, stalls
 
 
 def printed(*times: str) -> str:
@@ -25,3 +25,18 @@ def test_each_kernel_has_its_counters() -> None:
 def test_without_a_kernel_the_output_is_shown() -> None:
     with pytest.raises(ValueError, match="no kernel: ==PROF== Connected"):
         kernels("==PROF== Connected")
+
+
+def test_stalls_are_those_of_stretches_that_are_executed_equally_often() -> None:
+    names = ["Address", "Source", "Instructions Executed", "stall_wait", "stall_wait (Not Issued)"]
+    rows = [["0", "MOV", "528", "1", "9"], ["1", "FMUL", "26,880", "", "9"]]
+    rows += [["2", "FMUL", "26,880", "1,200", "9"], ["3", "BRA", "528", "0", "0"]]
+    lines = [["Kernel Name", "_program", ""], names, *rows]
+    printed = "\n".join(",".join(f'"{each}"' for each in line) for line in lines)
+    (kernel,) = stalls(printed)
+    assert (kernel["kernel"], kernel["instructions"]) == ("_program", 4)
+    assert kernel["stretches"] == [
+        {"first": 0, "instructions": 1, "executed": 528, "samples": {"wait": 1}},
+        {"first": 1, "instructions": 2, "executed": 26880, "samples": {"wait": 1200}},
+        {"first": 3, "instructions": 1, "executed": 528, "samples": {}},
+    ]

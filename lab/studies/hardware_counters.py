@@ -2,10 +2,15 @@
 
     python -m lab.studies.hardware_counters --out counters.json \
         gated:34816x5120:int4:16 linear:5120x17408:int4:16 experts:qwen3-30b-a3b:fp8:2048
+    python -m lab.studies.hardware_counters --stalls --out stalls.json \
+        experts:qwen3-30b-a3b:fp8:2048
 
 A case is a product of OUTxIN weights, or a model's layer of experts; a format; and rows. Each case
 runs in a process of its own under `ncu`, which must be on the path and may need root. It runs
 kernels alone, several times and with a cold L2 cache, so its times are not those of a step.
+
+--stalls: samples of what warps wait for, in each stretch of machine code that is executed equally
+often. A stretch has its first instruction, their number, and how often warps execute each.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--stalls", action="store_true", help="what warps wait for, not counters")
     parser.add_argument("--here", action="store_true", help="run the case without ncu")
     args = parser.parse_args()
     if args.here:
@@ -56,21 +63,35 @@ def main() -> None:
         return
     result: dict[str, Any] = {"commit": commit(), "cases": {}}
     for case in args.cases:
-        result["cases"][case] = counted(case)
+        result["cases"][case] = sampled(case) if args.stalls else counted(case)
         for kernel in result["cases"][case]:
-            print(case, kernel, flush=True)
+            print(case, {k: v for k, v in kernel.items() if k != "stretches"}, flush=True)
         if args.out is not None:
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def counted(case: str) -> list[dict[str, Any]]:
     """The counters of a case's kernels: of a layer's two products, or of one."""
+    options = "--csv", "--page", "raw", "--print-units", "base"
+    return kernels(profiled(case, *options, "--metrics", ",".join(METRICS.values())))
+
+
+def sampled(case: str) -> list[dict[str, Any]]:
+    """What the warps of a case's kernels wait for."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = f"{folder}/report"
+        profiled(case, "--section", "SourceCounters", "--import-source", "no", "-o", report)
+        command = ["ncu", "-i", f"{report}.ncu-rep", "--page", "source", "--csv"]
+        return stalls(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def profiled(case: str, *options: str) -> str:
+    """What `ncu` prints of a case."""
     if shutil.which("ncu") is None:
         raise SystemExit("ncu is not on the path: it is in Nsight Compute, or CUDA's bin folder")
     command = [
-        "ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
+        "ncu", "--clock-control", "none", *options,
         "--kernel-name", KERNELS, "--launch-count", "2" if case.startswith("experts") else "1",
-        "--metrics", ",".join(METRICS.values()),
         sys.executable, "-m", "lab.studies.hardware_counters", "--here", case,
     ]  # fmt: skip
     # Launches inside of a CUDA graph are not seen one by one.
@@ -81,7 +102,38 @@ def counted(case: str) -> list[dict[str, Any]]:
     )  # fmt: skip
     if found.returncode:
         raise SystemExit(f"{case}: ncu failed:\n{found.stdout[-2000:]}{found.stderr[-2000:]}")
-    return kernels(found.stdout)
+    return found.stdout
+
+
+def stalls(output: str) -> list[dict[str, Any]]:
+    """Reads what `ncu --page source --csv` prints: for each kernel its name, a line of names, and a
+    line for each instruction."""
+    found: list[dict[str, Any]] = []
+    names: list[str] = []
+    for row in csv.reader(io.StringIO(output)):
+        if row[:1] == ["Kernel Name"]:
+            found.append({"kernel": row[1], "instructions": 0, "stretches": []})
+        elif "Source" in row:
+            names = row
+        elif found and len(row) == len(names):
+            add_instruction(found[-1], dict(zip(names, row, strict=True)))
+    return found
+
+
+def add_instruction(kernel: dict[str, Any], row: dict[str, str]) -> None:
+    """Adds an instruction's samples to the stretch that it continues, or begins."""
+    executed = number(row["Instructions Executed"])
+    stretches = kernel["stretches"]
+    if not stretches or abs(executed - stretches[-1]["executed"]) > 0.02 * executed:
+        first = kernel["instructions"]
+        stretches.append({"first": first, "instructions": 0, "executed": executed, "samples": {}})
+    kernel["instructions"] += 1
+    stretches[-1]["instructions"] += 1
+    samples = stretches[-1]["samples"]
+    for name, text in row.items():
+        if name.startswith("stall_") and "(" not in name and number(text or "0"):
+            reason = name.removeprefix("stall_")
+            samples[reason] = samples.get(reason, 0) + number(text)
 
 
 def kernels(output: str) -> list[dict[str, Any]]:
