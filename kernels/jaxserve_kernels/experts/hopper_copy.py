@@ -251,4 +251,4 @@ def copy(
         tile += stride
         expert, begin, end = later
         later = last
-    wait_for_pairs(lists, tiles)
+    wait_for_pairs(lists, tiles)  # of a tile after the last one: no copy outlives the program
