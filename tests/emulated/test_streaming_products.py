@@ -39,13 +39,16 @@ GATED = 1e-3
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
-    """Turns of one, two and four tiles, with a rest and without, of which few may be all."""
+    """Turns of one, two and four tiles, with a rest and without, of which few may be all. In one
+    program, and with one tile in a turn, as if more programs shared a multiprocessor."""
     x, weight = tokens_and_weight(tokens, 256, 1536, WEIGHTS[name])
     call = config.Call.of(weight, tokens, gated=False, target=HOPPER)
     assert call is not None
     chosen = config.streaming(call)
     whole = replace(chosen, splits=1, num_stages=3)
-    for each in (chosen, replace(chosen, splits=4), whole):  # of two, three and twelve tiles
+    alone = replace(whole, unroll=1)
+    few = replace(alone, splits=6)  # of two tiles, fewer than the stages
+    for each in (chosen, replace(chosen, splits=4), whole, alone, few):
         found = product(triton_streaming, x, weight, each, PDL)
         assert relative_error(found, exact(x, weight)) < 1e-6
     both = gated_product(triton_streaming, x, weight, whole)
