@@ -66,9 +66,9 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
 
 
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
-    ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 8),
+    ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 16),
     ("int4", QWEN, True, 16), ("int4", QWEN, False, 0), ("int8", QWEN, False, 32),
-    ("mxfp4", GPT_OSS, True, 16), ("mxfp4", GPT_OSS, False, 0),
+    ("mxfp4", GPT_OSS, True, 16), ("mxfp4", GPT_OSS, False, 8),
     ("fp8", QWEN, True, 8), ("fp8", QWEN, False, 0),
     ("fp8-blocks", QWEN, True, 24), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
