@@ -111,16 +111,13 @@ def begin_of(
         group = gl.expand_dims(gl.arange(0, most, gl.SliceLayout(0, left)), 0)
         place = row // 64 * (groups * 64) + row % 64 + group * 64
         known, _ = gl.broadcast(group < groups, place)
-        scale = gl.load(scale_ptr + place, mask=known, other=0.0)
-        zero = scale
+        found = (gl.load(scale_ptr + place, mask=known, other=0.0),)
         if ZERO:
-            zero = gl.load(second_ptr + place, mask=known, other=0)
-        found = scale, zero
+            found = found[0], gl.load(second_ptr + place, mask=known, other=0)
     else:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HALF // 16, 1], [16, 64, 32])
         row = rows_from(first, all_rows, HALF, gl.SliceLayout(1, layout))
-        largest = gl.load(second_ptr + row)
-        found = largest, largest
+        found = (gl.load(second_ptr + row),)
     return found
 
 
@@ -175,9 +172,8 @@ def _unpacked(tile, words, scale, mma: gl.constexpr, KIND: gl.constexpr):
 @gluon.jit
 def _zeros(begin, ZERO: gl.constexpr):
     """Minus scale times zero point of each row and group, as a left operand."""
-    scale, zero_point = begin
-    zero = zero_point.to(gl.float32) if ZERO else 8.0
-    return (-scale * zero).to(gl.bfloat16)
+    zero = begin[1].to(gl.float32) if ZERO else 8.0
+    return (-begin[0] * zero).to(gl.bfloat16)
 
 
 @gluon.jit
