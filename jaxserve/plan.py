@@ -59,6 +59,14 @@ class StateCopy(NamedTuple):
     target: int
 
 
+class KeptState(NamedTuple):
+    """Stores the state of recurrent layers after the first `tokens` tokens of a chunk, which end a
+    block, in slot `slot` of a snapshot."""
+
+    tokens: int
+    slot: int
+
+
 class PageEntry(NamedTuple):
     """Sets entry `position` of the slot's page table to `page`."""
 
@@ -147,6 +155,7 @@ class Row(NamedTuple):
     """Bit i allows token i to be sampled; None allows all. Little-endian 4-byte words."""
     scored: Scored | None = None
     verify: Verify | None = None
+    kept: KeptState | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -44,6 +44,8 @@ class StepInputs(NamedTuple):
     row_slots: Array  # [rows]
     row_last: Array  # [rows]: index of the row's last token
     row_flags: Array  # [rows]
+    row_kept: Array  # [rows] of a mixed step: tokens before the kept state (`plan.KeptState`)
+    row_kept_slots: Array  # [rows] of a mixed step
     tile_first: Array  # [tiles]
     tile_length: Array  # [tiles]
     tile_slots: Array  # [tiles]
@@ -55,7 +57,7 @@ class StepInputs(NamedTuple):
 
     @property
     def tiles(self) -> QueryTiles:
-        tiles, decode_rows = self[8:12], self[12:16]
+        tiles, decode_rows = self[10:14], self[14:18]
         return QueryTiles(
             *tiles, decode_rows=QueryTiles(*decode_rows) if decode_rows[0].size else None
         )
@@ -122,6 +124,7 @@ class Bucket:
     @property
     def _sizes(self) -> tuple[int, ...]:
         parts = (self.updates,) * 2 + (self.tokens,) * 3 + (self.rows,) * 3
+        parts += (self.rows if self.kind == "mixed" else 0,) * 2
         return parts + (self.tiles,) * 4 + (self.decode_rows,) * 4
 
     @property
@@ -210,7 +213,8 @@ def _padding(bucket: Bucket, padding_slot: int) -> np.ndarray:
     packed = np.zeros(bucket.packed_size, np.int32)
     parts = bucket.unpack(packed)
     packed[: 2 * bucket.updates] = Updates(packed[:0], packed[:0]).padded(bucket.updates)
-    for slots in (parts.token_slots, parts.row_slots, parts.tile_slots, parts.decode_slots):
+    own = parts.token_slots, parts.row_slots, parts.tile_slots, parts.decode_slots
+    for slots in (*own, parts.row_kept_slots):
         slots[:] = padding_slot
     if bucket.kind == "decode":  # token i is row i and tile i
         parts.row_last[:] = parts.tile_first[:] = np.arange(bucket.rows)
@@ -235,6 +239,8 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
     decode_rows: list[tuple[int, int, int, int, int]] = []
     for index, row in enumerate(plan.rows):
         count = row.num_tokens
+        if row.kept is not None:
+            parts.row_kept[index], parts.row_kept_slots[index] = row.kept
         if _is_chunk(row):
             span = slice(first, first + count)
             parts.token_ids[span] = row.tokens
@@ -250,7 +256,7 @@ def _pack_mixed(plan: StepPlan, parts: StepInputs, tile_size: int) -> None:
         first += count
     # The GPU starts tiles in this order. Longest contexts first keeps the tail short.
     tiles.sort(key=lambda tile: tile[1] + tile[3], reverse=True)
-    for column, values in zip(parts[8:12], zip(*tiles, strict=True), strict=False):
+    for column, values in zip(parts[10:14], zip(*tiles, strict=True), strict=False):
         column[: len(tiles)] = values
     if decode_rows:
         _pack_decode_rows(np.array(decode_rows, np.int32), parts)
@@ -262,7 +268,7 @@ def _pack_decode_rows(decode_rows: np.ndarray, parts: StepInputs) -> None:
     parts.token_ids[places], parts.token_slots[places] = ids, slots
     parts.token_positions[places] = positions
     parts.row_slots[rows], parts.row_last[rows] = slots, places
-    for column, values in zip(parts[12:16], (places, 1, slots, positions), strict=True):
+    for column, values in zip(parts[14:18], (places, 1, slots, positions), strict=True):
         column[: len(decode_rows)] = values
 
 

@@ -21,9 +21,9 @@ second half serves cached prefixes. More pages would shrink the groups that hold
 
 
 SNAPSHOT_STRIDE = 2048
-"""Prompt tokens between two snapshots of recurrent state. Chunks of prompts end there, so this is
-the largest useful chunk. In the supported models, a snapshot is as large as the keys and values of
-1,500 to 3,100 tokens."""
+"""Prompt tokens between two snapshots of recurrent state. A chunk of a prompt stores one, so this
+is the largest useful chunk. In the supported models, a snapshot is as large as the keys and values
+of 1,500 to 3,100 tokens."""
 
 
 class Demand(NamedTuple):

@@ -1,4 +1,4 @@
-"""Copies the state of recurrent layers between slots, to take and restore snapshots."""
+"""Copies the state of recurrent layers between slots, to restore snapshots."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from jaxserve.runner.batch import (
 )
 from jaxserve.runner.draft_step import StepParams, finish_rows, keep, model_of, remember, taps_of
 from jaxserve_kernels.kv_format import AttentionStep, page_size
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.recurrent_state import Kept, RecurrentStep
 from jaxserve_kernels.sampler import (
     MASKED,
     Logprobs,
@@ -191,7 +191,9 @@ def _rows(
     slots, positions, rows = inputs.token_slots, inputs.token_positions, inputs.row_slots
     if prompts is None:
         return RecurrentStep.of_decode(slots, positions, padding_slot)
-    return RecurrentStep.of_rows(slots, positions, rows, inputs.row_last, prompts[rows], block)
+    kept = Kept(inputs.row_kept, inputs.row_kept_slots)
+    own = (slots, positions, rows, inputs.row_last, prompts[rows], block)
+    return RecurrentStep.of_rows(*own, kept)
 
 
 def row_sampling(inputs: StepInputs, sequences: Array) -> RowSampling:

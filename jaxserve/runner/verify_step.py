@@ -262,6 +262,8 @@ def step_inputs(asked: VerifyInputs, runs: Runs, *, padding_slot: int) -> StepIn
         row_slots=slots,
         row_last=jnp.arange(rows * positions),
         row_flags=jnp.where(used, flags | ROW_SAMPLES, 0).reshape(-1),
+        row_kept=nothing,
+        row_kept_slots=nothing,
         **_tiles(runs, positions, padding_slot),
         decode_first=nothing,
         decode_length=nothing,

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from jaxserve.config import CacheConfig, SchedulerConfig
 from jaxserve.kv_events.events import Sink
-from jaxserve.plan import PageEntry, StateCopy
+from jaxserve.plan import KeptState, PageEntry, StateCopy
 from jaxserve.scheduler.cache_events import CacheEvents
 from jaxserve.scheduler.group_pages import GroupPages
 from jaxserve.scheduler.pages import PagePool
@@ -338,10 +338,12 @@ class KVCacheManager:
         if self.snapshots is not None:
             self.snapshots.settle()
 
-    def row_planned(self, seq: Sequence) -> None:
-        """Reports that a row of the sequence was planned."""
-        if self.snapshots is not None:
-            self.snapshots.planned(seq, publishes=seq.slot not in self._forgotten)
+    def chunk_planned(self, seq: Sequence, start: int) -> KeptState | None:
+        """Reports that a chunk of the sequence was planned, from `start` on. Returns the recurrent
+        state that its row stores."""
+        if self.snapshots is None:
+            return None
+        return self.snapshots.planned(seq, start, publishes=seq.slot not in self._forgotten)
 
     def state_copies(self) -> tuple[StateCopy, ...]:
         """Returns the copies of recurrent state for the complete plan."""

@@ -233,9 +233,6 @@ class Scheduler(Commits):
             entries.extend(self._kv_cache.append_pages(seq))
         if self._verify is None:
             rows.extend(map(decode_row, decoding))
-            if self._kv_cache.snapshots is not None:
-                for seq in decoding:
-                    self._kv_cache.row_planned(seq)
         else:
             chunks = bool(prefilling) or self._may_admit
             rows.extend(self._verify.rows(decoding, entries, chunks=chunks, guided=guides))
@@ -296,8 +293,9 @@ class Scheduler(Commits):
         entries += new
         if end == start:
             return 0
-        rows.append(chunk_row(seq, end - start))
-        self._kv_cache.row_planned(seq)
+        row = chunk_row(seq, end - start)
+        kept = self._kv_cache.chunk_planned(seq, start)
+        rows.append(row if kept is None else row._replace(kept=kept))
         self._kv_cache.publish(seq)
         return rows[-1].num_tokens
 

@@ -7,19 +7,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxserve.plan import StateCopy
+from jaxserve.plan import KeptState, StateCopy
 from jaxserve.scheduler.sequence import Sequence
 
 
 class _Due(NamedTuple):
-    """A slot whose state reaches a boundary once the plans made so far have run."""
+    """A boundary that the plan in preparation reaches."""
 
-    seq: Sequence
-    slot: int
-    boundary: int
-    """Position in tokens, at the end of a page."""
+    content: bytes | None
+    """Hash of the page before it; None: forgotten."""
+    slot: int | None
+    """Where the plan stores the state; None: nowhere, because it exists or there is no room."""
     uses: int | None
     """See `_Snapshot`; None: the boundary is only a multiple of the stride."""
+    ends: bool
+    """Whether it is the last boundary of a prompt."""
 
 
 @dataclass(slots=True)
@@ -47,17 +49,16 @@ class Snapshots:
     Recurrent state cannot go back to an earlier position. So a prefix hit ends where both the pages
     before it and a snapshot are found, under the same hash.
 
-    **Where.** Prompts leave snapshots at three kinds of boundaries, and chunks end there. The first
-    is the last end of both a page and a block that leaves a token to compute; the next turn of a
-    chat continues from it. The second is a junction, where a prompt leaves the cached pages of
-    others; prompts with the same beginning continue from it. The third is every multiple of
-    `stride` tokens. Outputs leave no snapshots: they are computed token by token, but a chat's next
-    turn computes them in blocks. It continues from the end of the last prompt.
+    **Where.** Prompts leave snapshots at three kinds of boundaries. The first is the last end of
+    both a page and a block that leaves a token to compute; the next turn of a chat continues from
+    it. The second is a junction, where a prompt leaves the cached pages of others; prompts with the
+    same beginning continue from it. The third is every multiple of `stride` tokens. Outputs leave
+    no snapshots: they are computed token by token, but a chat's next turn computes them in blocks.
+    It continues from the end of the last prompt.
 
-    **When.** After the plan whose row reaches a boundary, the next plan copies the slot's state
-    before it does anything else (`StepPlan.states`). Nothing changes the slot in between, because
-    its next user computes in that later plan or after it. From then on the snapshot can be found. A
-    copy from it to another slot comes after it, at the earliest in the same plan.
+    **When.** A row that reaches or passes a boundary stores the state there (`Row.kept`). It can
+    store one, so a chunk ends at its first boundary if it would reach a second one. The next plan
+    is the first that finds the snapshot.
 
     Some formats keep the first tokens of a slot outside the pages (`CacheConfig.own_tokens`). A
     sequence with a hit computes those tokens first, and their state is useless. The copy from the
@@ -102,9 +103,15 @@ class Snapshots:
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Returns where to end a chunk of a prompt that would end at `end`."""
-        following = (seq.computed // self._stride + 1) * self._stride
-        wanted = (following, self._junction.get(seq.id, 0), self._last_boundary(seq))
-        return min([end, *(boundary for boundary in wanted if boundary > seq.computed)])
+        reached = self._boundaries(seq, seq.computed, end)
+        return end if len(reached) < 2 else reached[0]
+
+    def _boundaries(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Returns the boundaries of a prompt after `start` and up to `end`, in order."""
+        last = self._last_boundary(seq)
+        following = (start // self._stride + 1) * self._stride
+        wanted = {*range(following, last, self._stride), self._junction.get(seq.id, 0), last}
+        return sorted(each for each in wanted if start < each <= min(end, last))
 
     def _last_boundary(self, seq: Sequence) -> int:
         """Returns the last boundary in the prompt that leaves a token to compute."""
@@ -124,48 +131,54 @@ class Snapshots:
         if end and seq.page_hashes(end // self._page_size, self._page_size)[-1] not in self._ends:
             self._junction[seq.id] = end
 
-    def planned(self, seq: Sequence, *, publishes: bool = True) -> None:
-        """Reports that a row of the sequence was planned. `publishes`: others may find its
-        results."""
+    def planned(self, seq: Sequence, start: int, *, publishes: bool = True) -> KeptState | None:
+        """Reports that a chunk from `start` was planned. Returns which state it stores.
+
+        Args:
+          publishes: whether others may find its results.
+        """
         held = self._held.get(seq.id)
         if held is not None:  # the slot's state does not belong to a boundary
             held.ready = not seq.skip_to
-            return
-        end, last = seq.computed, self._last_boundary(seq)
-        if not publishes or not 0 < end <= last:
-            return
-        if end == self._junction.get(seq.id):
-            self._due.append(_Due(seq, seq.slot, end, uses=1))
-        elif end == last:
-            self._due.append(_Due(seq, seq.slot, end, uses=0))
-        elif end % self._stride == 0:
-            self._due.append(_Due(seq, seq.slot, end, uses=None))
+            return None
+        reached = self._boundaries(seq, start, seq.computed)
+        if not publishes or not reached:
+            return None
+        (boundary,) = reached
+        ends = boundary == self._last_boundary(seq)
+        junction = boundary == self._junction.get(seq.id)
+        uses = 1 if junction else 0 if ends else None
+        content = seq.page_hashes(boundary // self._page_size, self._page_size)[-1]
+        if uses is not None:
+            self._leave_origin(seq, content)
+        slot = None
+        if content not in self._found:
+            slot = self._make_room(self._spare if uses is None else self._in_order)
+        self._due.append(_Due(content, slot, uses, ends))
+        return None if slot is None else KeptState(boundary - start, slot)
 
     def settle(self) -> None:
-        """Copies the states that earlier plans have reached. Call it when a plan begins."""
+        """Takes over the states that earlier plans store. Call it when a plan begins."""
         for held in [each for each in self._held.values() if each.ready]:
             self._copies.append(StateCopy(held.source, held.seq.slot))
             self._let_go(held)
         due, self._due = self._due, []
         for each in due:
-            count = each.boundary // self._page_size
-            self._take(each, each.seq.page_hashes(count, self._page_size)[-1])
+            self._take(each)
 
-    def _take(self, due: _Due, content: bytes) -> None:
-        """Copies a state that a plan has reached, unless it exists already or all slots are
-        held."""
-        if due.uses is not None:
-            self._leave_origin(due.seq, content)
-        if content not in self._found:
-            slot = self._make_room(self._spare if due.uses is None else self._in_order)
-            if slot is None:
-                return
-            self._found[content] = _Snapshot(slot, due.uses or 0)
-            self._copies.append(StateCopy(due.slot, slot))
+    def _take(self, due: _Due) -> None:
+        """Makes a stored state findable, unless another row of the plan has stored the same."""
+        content = due.content
+        if due.slot is not None and content is not None and content not in self._found:
+            self._found[content] = _Snapshot(due.slot, due.uses or 0)
             if due.uses is None:
                 self._spare[content] = None
+        elif due.slot is not None:
+            self._give_back(due.slot)
+        if content is None or content not in self._found:
+            return
         self._used(content, again=due.uses is None)
-        if due.uses is not None and due.boundary == self._last_boundary(due.seq):
+        if due.ends:
             self._ends.add(content)
 
     def _leave_origin(self, seq: Sequence, content: bytes) -> None:
@@ -207,11 +220,8 @@ class Snapshots:
         return self._found.pop(content).slot
 
     def _evicted(self, content: bytes) -> None:
-        slot = self._found[content].slot
-        if any(slot == copy.target for copy in self._copies):
-            return  # the plan in preparation has not filled it yet
         for told in self.on_evict:
-            told(slot, content)
+            told(self._found[content].slot, content)
 
     def longest(
         self, hashes: list[bytes], count: int, elsewhere: Callable[[bytes], bool] | None = None
@@ -292,7 +302,8 @@ class Snapshots:
     @property
     def _kept(self) -> set[int]:
         """Slots in use, whether or not their snapshots can be found."""
-        return {each.source for each in self._held.values()} | self._arriving
+        stored = {each.slot for each in self._due if each.slot is not None}
+        return {each.source for each in self._held.values()} | self._arriving | stored
 
     def _let_go(self, held: _Held) -> None:
         del self._held[held.seq.id]
@@ -322,7 +333,7 @@ class Snapshots:
         for content in list(self._found):
             self._give_back(self._remove(content))
         self._ends.clear()
-        self._due.clear()
+        self._due = [each._replace(content=None) for each in self._due]
         self._copies.clear()
 
     def take_copies(self) -> tuple[StateCopy, ...]:

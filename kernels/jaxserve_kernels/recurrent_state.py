@@ -22,6 +22,14 @@ class RecurrentState(NamedTuple):
     """float32 [layers, slots, value_heads, key_dim, value_dim]."""
 
 
+class Kept(NamedTuple):
+    """A state within each row that is also stored in another slot, int32 [rows]."""
+
+    tokens: Array
+    """After how many of the row's tokens, at the end of a block; 0: none is."""
+    slots: Array
+
+
 class Rows(NamedTuple):
     """Rows of a step, int32 [rows]: each is consecutive tokens of one sequence. A slot has at most
     one row, except for the padding slot, whose state is meaningless."""
@@ -36,6 +44,19 @@ class Rows(NamedTuple):
     blocked: Array | None = None
     """How many of the row's leading tokens are computed in blocks (`RecurrentStep.of_rows`). None:
     no row has blocks."""
+    kept: Kept | None = None
+    """States within rows that are stored in further slots. Only steps with blocks have them."""
+
+    def with_kept(self) -> Rows:
+        """These rows, then their beginnings up to the kept states, as rows of the further slots."""
+        if self.kept is None:
+            return self
+        return Rows(
+            first=jnp.concatenate([self.first, self.first]),
+            length=jnp.concatenate([self.length, self.kept.tokens]),
+            slots=jnp.concatenate([self.slots, self.kept.slots]),
+            positions=jnp.concatenate([self.positions, self.positions]),
+        )
 
 
 class RecurrentStep(NamedTuple):
@@ -62,6 +83,7 @@ class RecurrentStep(NamedTuple):
         last: Array,
         prompts: Array | None = None,
         block: int = 1,
+        kept: Kept | None = None,
     ) -> RecurrentStep:
         """A step whose rows follow each other.
 
@@ -74,6 +96,7 @@ class RecurrentStep(NamedTuple):
           row_slots: slot of each row; padding rows come last.
           last: index of each row's last token, 0 for padding.
           prompts: int32 [rows], tokens of each row's prompt; None: nothing is computed in blocks.
+          kept: states within rows that are stored in further slots.
         """
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1] + 1])
         length = jnp.maximum(last - first + 1, 0)
@@ -81,7 +104,7 @@ class RecurrentStep(NamedTuple):
         start, blocked = jnp.where(length > 0, positions[first], 0), None
         if prompts is not None:
             blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
-        return cls(slots, positions, Rows(first, length, row_slots, start, blocked))
+        return cls(slots, positions, Rows(first, length, row_slots, start, blocked, kept))
 
     def cut(self, lengths: Array, padding_slot: int) -> RecurrentStep:
         """A step with only the first `lengths` tokens of each row, int32 [rows], at most the row's
@@ -91,7 +114,7 @@ class RecurrentStep(NamedTuple):
         return RecurrentStep(
             jnp.where(kept, self.slots, padding_slot),
             jnp.where(kept, self.positions, 0),
-            self.rows._replace(length=lengths, blocked=None),
+            self.rows._replace(length=lengths, blocked=None, kept=None),
         )
 
     def offsets(self, num_slots: int) -> Array:

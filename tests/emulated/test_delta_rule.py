@@ -71,6 +71,25 @@ def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
     check_rule(mix, CONFIG, dtype, at_once, HOPPER, bounds)
 
 
+@DTYPES
+def test_a_state_within_a_row_is_stored_too(dtype: str) -> None:
+    """After a block of two and a rest; and of the convolution, whose last inputs it needs."""
+    mix = Mix([Part(2, 0, 37, 16, kept_in=4), Part(1, 32, 5)], 64, (4, 36, 37, 0, 0))
+    bounds = Bounds(2e-6, 1e-6) if dtype == "float32" else Bounds(4e-3, 2e-5)
+    check_rule(mix, CONFIG, dtype, at_once, HOPPER, bounds)
+    check_conv(mix, CHANNELS, dtype, at_once, HOPPER, Bounds(2e-3, 0))
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_hopper_stores_a_state_within_a_row(blocks: int) -> None:
+    """Of the blocks before the last one, and of all, which is the row's last state, too."""
+    heads = Heads(key_heads=1, value_heads=2, key_dim=64, value_dim=64)
+    config = RuleConfig(heads=heads, block=64, eps=1e-6)
+    mix = Mix([Part(1, 6400, 128, 64 * blocks, kept_in=4)], 192, (0, 6528, 0, 0, 0))
+    names = check_rule(mix, config, "bfloat16", at_once, HOPPER, Bounds(4e-3, 2e-5))
+    assert names == {"hopper_blocks"}
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64)])
 def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own(key_dim: int, value_dim: int) -> None:
     """Hopper's kernel, with the models' heads and others: a row that goes on, and one of two

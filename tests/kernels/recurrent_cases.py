@@ -211,7 +211,7 @@ def _check(
     expected, wanted = run(*args, target=REFERENCE)
     assert bool(jnp.isfinite(expected[: mix.used]).all()), "a row reads a slot without numbers"
     assert relative_error(out[: mix.used], expected[: mix.used]) <= bounds.out
-    touched = [part.slot for part in mix.parts]
+    touched = [part.slot for part in mix.parts] + [part.kept_in for part in mix.parts if part.kept]
     for slot in touched:
         assert relative_error(new[LAYER, slot], wanted[LAYER, slot]) <= bounds.state
     others = [slot for slot in range(SLOTS) if slot not in (*touched, PADDING)]

@@ -89,7 +89,7 @@ def run(steps: list[list[Part]]) -> tuple[list[Floats], list[Floats], RecurrentS
         tokens = ROWS if singles else TOKENS
         x, gates = np.zeros((tokens, CHANNELS)), np.zeros((tokens, 2 * HEADS.value_heads))
         first = 0
-        for slot, start, count in parts:
+        for slot, start, count, *_ in parts:
             x[first : first + count] = SEQUENCES[slot].x[start : start + count]
             gates[first : first + count] = SEQUENCES[slot].gates[start : start + count]
             first += count
@@ -99,11 +99,23 @@ def run(steps: list[list[Part]]) -> tuple[list[Floats], list[Floats], RecurrentS
         arrays = (jnp.asarray(each, jnp.float32) for each in (x, gates))
         got_mixed, got, state = layer(*arrays, state, step)
         first = 0
-        for slot, start, count in parts:
+        for slot, start, count, *_ in parts:
             mixed[slot][start : start + count] = got_mixed[first : first + count]
             outs[slot][start : start + count] = got[first : first + count]
             first += count
     return mixed, outs, state
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_kept_state_is_that_of_a_row_which_ends_there(blocks: int) -> None:
+    tokens = blocks * BLOCK
+    *_, state = run([[Part(0, 0, 2 * BLOCK + 1, tokens, kept_in=1)]])
+    *_, shorter = run([[Part(0, 0, tokens)]])
+    for found, expected in zip(state, shorter, strict=True):
+        np.testing.assert_array_equal(found[LAYER, 1], expected[LAYER, 0])
+    *_, longer = run([[Part(0, 0, 2 * BLOCK + 1)]])
+    for found, expected in zip(state, longer, strict=True):
+        np.testing.assert_array_equal(found[LAYER, 0], expected[LAYER, 0])
 
 
 def convolved(x: Floats) -> Floats:

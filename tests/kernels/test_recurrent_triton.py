@@ -35,6 +35,7 @@ PROMPTS = (300, 1000, 200, 0, 0)
 MIXES = {
     "a_prompt": Mix([Part(2, 0, 128)], 128, PROMPTS),
     "chunks_and_a_decode": Mix([Part(0, 300, 1), Part(1, 512, 192), Part(2, 0, 72)], 300, PROMPTS),
+    "a_state_within_a_row": Mix([Part(1, 512, 192, 128, kept_in=4)], 200, PROMPTS),
     "the_rest_of_a_prompt": Mix([Part(0, 256, 44), Part(1, 1000, 1)], 64, PROMPTS),
     "no_whole_block": Mix([Part(0, 300, 1), Part(1, 192, 8)], 12, PROMPTS),
 }

@@ -276,6 +276,10 @@ class FakeRunner:
             for position, token in enumerate(tokens, start=row.start)
         ]
         self.states[row.slot] = [now] * STATE_LAYERS
+        if row.kept is not None:
+            place = row.start + row.kept.tokens
+            assert row.start < place <= end and place % self.block == 0, "not the end of a block"
+            self.states[row.kept.slot] = [now[:place]] * STATE_LAYERS
 
     def _put(self, slot: int, group: int, position: int, value: int) -> None:
         if position < self.own_tokens:

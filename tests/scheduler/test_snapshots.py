@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api import Request, SamplingParams
 from jaxserve.config import CacheConfig, SchedulerConfig
-from jaxserve.plan import StateCopy
+from jaxserve.plan import KeptState, StateCopy
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.snapshots import Snapshots
@@ -66,19 +66,32 @@ def run(sched: Scheduler, request: Request) -> int:
     return cached
 
 
-def test_chunks_end_where_snapshots_are_taken_and_the_next_plan_takes_them() -> None:
+def test_a_chunk_stores_the_state_at_one_boundary_and_ends_before_it_reaches_a_second() -> None:
     sched = scheduler()
     sched.add(prompt(*range(39)))
     plans = []
     while sched.has_work:
         plans.append(planned(sched))
         commit(sched, plans[-1])
-    assert [shape(plan) for plan in plans] == [
-        [(0, 0, 16)], [(0, 16, 16)], [(0, 32, 4)], [(0, 36, 3)],
-    ]  # fmt: skip
-    slot = plans[0].rows[0].slot
-    copies = [plan.states for plan in plans]
-    assert copies == [(), *((StateCopy(slot, FIRST + each),) for each in range(3))]
+    assert [shape(plan) for plan in plans] == [[(0, 0, 16)], [(0, 16, 16)], [(0, 32, 7)]]
+    stored = [row.kept for plan in plans for row in plan.rows]
+    assert stored == [KeptState(16, FIRST), KeptState(16, FIRST + 1), KeptState(4, FIRST + 2)]
+    assert not any(plan.states for plan in plans)
+
+
+def test_equal_prompts_of_one_step_leave_one_snapshot() -> None:
+    sched = scheduler(stride=64)
+    for name in ("one", "another"):
+        sched.add(prompt(*range(11), name=name))
+    plan = planned(sched)
+    assert [row.kept for row in plan.rows] == [KeptState(8, FIRST), KeptState(8, FIRST + 1)]
+    commit(sched, plan)
+    assert run(sched, prompt(*range(11), name="again")) == 8
+    snapshots = sched._kv_cache.snapshots  # pyright: ignore[reportPrivateUsage]
+    assert snapshots is not None
+    snapshots.settle()
+    assert snapshots.num_kept == 1
+    snapshots.check()
 
 
 def test_a_hit_ends_at_the_longest_snapshot_and_brings_its_state_back() -> None:
@@ -109,21 +122,22 @@ def test_chunks_and_snapshots_end_at_blocks() -> None:
     while sched.has_work:
         plans.append(planned(sched))
         commit(sched, plans[-1])
-    assert [shape(plan) for plan in plans] == [[(0, 0, 16)], [(0, 16, 8)], [(0, 24, 6)]]
+    assert [shape(plan) for plan in plans] == [[(0, 0, 16)], [(0, 16, 14)]]
+    assert plans[1].rows[0].kept == KeptState(8, FIRST + 1)
     assert run(sched, prompt(*range(30), name="again")) == 24
     assert run(sched, prompt(*range(23), name="shorter")) == 16
 
 
 def test_a_step_without_room_for_a_block_reads_no_prompt() -> None:
     sched = scheduler(stride=64, block=32, tokens=40)
-    sched.add(prompt(*range(45)))
+    sched.add(prompt(*range(70)))
     sched.add(prompt(*range(200, 235), name="second"))
     shapes = []
     while sched.has_work:
         plan = planned(sched)
         shapes.append([(row.start, row.num_tokens) for row in plan.rows])
         commit(sched, plan)
-    assert shapes == [[(0, 32)], [(32, 13)], [(0, 32)], [(32, 3)]]
+    assert shapes == [[(0, 32)], [(32, 38)], [(0, 35)]]
 
 
 def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None:
@@ -136,7 +150,9 @@ def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None
     run(sched, prompt(*range(10)))
     run(sched, prompt(*range(40, 71), name="takes all pages"))
     snapshots = sched._kv_cache.snapshots  # pyright: ignore[reportPrivateUsage]
-    assert snapshots is not None and snapshots.num_kept == 2, "only those of the second"
+    assert snapshots is not None
+    snapshots.settle()
+    assert snapshots.num_kept == 2, "only those of the second"
 
 
 def test_a_hit_is_admitted_only_if_the_step_holds_a_block_of_its_own_tokens() -> None:
@@ -176,37 +192,39 @@ def test_a_snapshot_that_a_hit_waits_for_is_not_given_out(dropped: bool) -> None
     snapshots = Snapshots(1, first_slot=FIRST, stride=4, page_size=4)
     one, again, two = sequence(0, 10), sequence(1, 10), sequence(2, 50)
 
-    def reach(seq: Sequence, computed: int) -> tuple[StateCopy, ...]:
-        """The copies of the plan after that with the row."""
-        seq.computed = computed
-        snapshots.planned(seq)
+    def reach(seq: Sequence, computed: int) -> tuple[KeptState | None, tuple[StateCopy, ...]]:
+        """What a chunk stores, and the copies of the plan after it."""
+        start, seq.computed = seq.computed, computed
+        kept = snapshots.planned(seq, start)
+        snapshots.check()
         snapshots.settle()
         snapshots.check()
-        return snapshots.take_copies()
+        return kept, snapshots.take_copies()
 
-    assert reach(one, 8) == (StateCopy(0, FIRST),)
+    one.computed = 4
+    assert reach(one, 8) == (KeptState(4, FIRST), ())
     content = again.page_hashes(2, 4)[-1]
     again.skip_from, again.skip_to = 4, 8
     snapshots.restore_later(content, again)
     if dropped:
         snapshots.drop(content)
-    assert reach(again, 2) == () == reach(two, 4), "nothing is free"
+    assert reach(again, 2) == (None, ()) == reach(two, 4), "nothing is free"
     again.skip_from = again.skip_to = 0
-    assert reach(again, 8) == (StateCopy(FIRST, 1),)
-    assert reach(two, 8) == (StateCopy(2, FIRST),)
+    assert reach(again, 8) == (None, (StateCopy(FIRST, 1),))
+    assert reach(two, 8) == (KeptState(4, FIRST), ())
 
 
 def test_a_sequence_that_ends_before_its_state_comes_back_leaves_nothing() -> None:
     snapshots = Snapshots(1, first_slot=FIRST, stride=4, page_size=4)
     one, again = sequence(0, 10), sequence(1, 10)
     one.computed = 8
-    snapshots.planned(one)
+    snapshots.planned(one, 4)
     snapshots.settle()
     again.skip_from, again.skip_to = 4, 8
     snapshots.restore_later(again.page_hashes(2, 4)[-1], again)
     snapshots.forget()
     again.skip_to, again.computed = 0, 8
-    snapshots.planned(again, publishes=False)
+    snapshots.planned(again, 4, publishes=False)
     snapshots.freed(again)
     snapshots.settle()
     snapshots.check()
@@ -230,7 +248,7 @@ def test_a_snapshot_is_taken_where_a_prompt_leaves_another() -> None:
         plan = planned(sched)
         shapes += shape(plan)
         commit(sched, plan)
-    assert shapes == [(1, 0, 24), (1, 24, 24), (1, 48, 2)]
+    assert shapes == [(1, 0, 24), (1, 24, 26)]
     assert run(sched, prompt(*range(30), *range(100, 120), name="finds it")) == 24
 
 
@@ -242,7 +260,7 @@ def test_a_lost_end_of_a_prompt_is_no_junction() -> None:
     sched.add(prompt(*range(19), name="next turn"))
     first = planned(sched)
     commit(sched, first)
-    assert shape(first) == [(2, 0, 16)]
+    assert shape(first) == [(2, 0, 19)]
 
 
 def test_the_end_of_a_turn_makes_room_when_the_next_turn_has_its_own() -> None:

@@ -20,7 +20,7 @@ def causal_conv(
 
     for position p of a sequence. Inputs before the sequence's first token are 0. Earlier steps'
     inputs come from the slot's state. The sum is taken in float32 and rounded to x's dtype after
-    SiLU.
+    SiLU. `Rows.kept` stores the inputs before another token, too.
 
     Args:
       projected: [parts, tokens, columns], partial sums. The first `channels` columns, rounded to
@@ -36,7 +36,7 @@ def causal_conv(
     """
     x = sum_parts(projected[..., : weight.shape[0]], state.dtype)
     y = _convolved(x, weight, state, layer, step)
-    return y, keep_inputs(x, state, layer, step.rows)
+    return y, keep_inputs(x, state, layer, step.rows.with_kept())
 
 
 def convolve(

@@ -143,7 +143,7 @@ def causal_conv(
     if rows.blocked is not None:
         place = jax.new_ref(state)
         out = _outputs(projected, weight, place, layer, step, target=target)
-        _kept(projected, place, layer, rows, target=target)
+        _kept(projected, place, layer, rows.with_kept(), target=target)
         return out, jax.freeze(place)
     tokens, channels, place = projected.shape[1], weight.shape[0], jax.new_ref(state)
     out = triton_call(

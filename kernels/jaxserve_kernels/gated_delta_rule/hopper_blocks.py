@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxserve_kernels.gated_delta_rule.reference import Heads
-from jaxserve_kernels.recurrent_state import Rows
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 
@@ -65,10 +64,11 @@ def _add(left, halves, part: gl.constexpr, total):
 def _carry(
     k_ring, v_ring, solved_ring, factor_ring, states, wanted, writes, scaled, ready,
     free, handed,
-    factors_ptr, state_ptr, first_block, count, head, goes_on,
+    factors_ptr, state_ptr, kept_ptr, first_block, count, kept, head, goes_on,
     part: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: carries its columns of the state over the row's blocks."""
+    """Warpgroup `part`: carries its columns of the state over the row's blocks. Also stores the
+    state after the first `kept` of them."""
     state_ready = handed.index(_STATE)
     state_free = handed.index(_FREE + _STATE)
     write_ready = handed.index(_WRITE)
@@ -76,6 +76,7 @@ def _carry(
     key = gl.arange(0, KEY, _ROW)[:, None]
     column = part * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _SUMS))[None, :]
     tile = state_ptr + key * VALUE + column
+    kept_tile = kept_ptr + key * VALUE + column
     there, _ = gl.broadcast((key >= 0) & goes_on, tile)
     state = gl.load(tile, mask=there, other=0.0)
     nothing = gl.zeros([_BLOCK, _COLUMNS], gl.float32, _SUMS)
@@ -117,6 +118,8 @@ def _carry(
         state = warpgroup_mma_wait(0, deps=[state])
         gl.barrier()
         mbarrier.arrive(free.index(stage), count=1)
+        if block + 1 == kept:
+            gl.store(kept_tile, state)
     gl.store(tile, state)
 
 
@@ -192,7 +195,8 @@ def _copy(
 @gluon.jit
 def _advance(
     of_keys, of_values, solved, scores, factors_ptr,
-    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, state_ptr, layer, out_ptr,
+    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, kept_ptr, kept_slot_ptr,
+    state_ptr, layer, out_ptr,
     slots, key_heads: gl.constexpr, value_heads: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
@@ -206,7 +210,11 @@ def _advance(
     goes_on = gl.load(position_ptr + row) > 0
     first = gl.load(first_ptr + row)
     first_block = gl.load(number_ptr + row)
-    state_ptr += ((layer * slots + slot) * value_heads + head) * (KEY * VALUE) + column
+    kept = gl.load(kept_ptr + row)
+    kept_slot = gl.load(kept_slot_ptr + row).to(gl.int64)
+    state_ptr += head * (KEY * VALUE) + column
+    kept_state_ptr = state_ptr + (layer * slots + kept_slot) * (value_heads * KEY * VALUE)
+    state_ptr += (layer * slots + slot) * (value_heads * KEY * VALUE)
     out_ptr += (first.to(gl.int64) * value_heads + head) * VALUE + column
 
     narrow: gl.constexpr = of_values.layout
@@ -238,14 +246,14 @@ def _advance(
             (_carry, (
                 k_ring, v_ring, solved_ring, factor_ring, states, wanted, writes, scaled, ready,
                 free, handed,
-                factors_ptr, state_ptr, first_block, count, head, goes_on, 0, value_heads, KEY,
-                VALUE,
+                factors_ptr, state_ptr, kept_state_ptr, first_block, count, kept, head, goes_on,
+                0, value_heads, KEY, VALUE,
             )),
             (_carry, (
                 k_ring, v_ring, solved_ring, factor_ring, states, wanted, writes, scaled, ready,
                 free, handed,
-                factors_ptr, state_ptr, first_block, count, head, goes_on, 1, value_heads, KEY,
-                VALUE,
+                factors_ptr, state_ptr, kept_state_ptr, first_block, count, kept, head, goes_on,
+                1, value_heads, KEY, VALUE,
             )),
             (_read, (
                 q_ring, scores_ring, factor_ring, states, writes, ready, free, handed, out_ptr,
@@ -266,12 +274,7 @@ def _advance(
 def advance(
     qkv: Array,
     prepared: tuple[Array, Array, Array],
-    rows: Rows,
-    counts: Array,
-    numbers: Array,
-    state: jax.Ref,
-    layer: int,
-    *,
+    *arrays: Any,
     heads: Heads,
     target: Target,
 ) -> Array:
@@ -279,9 +282,9 @@ def advance(
 
     Args:
       prepared: what `triton_blocks._prepare` has computed.
-      counts: blocks of each row.
-      numbers: number of each row's first block.
-      state: the state of all layers, updated in place.
+      arrays: those of `triton_blocks._advance`: of each row the first token, slot, position, number
+        of blocks, number of its first block, the block after which its state is kept, and the slot
+        for that; then the state of all layers, updated in place, and the layer.
     """
     solved, scores, factors = prepared
     wide = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -296,16 +299,16 @@ def advance(
         tensor_descriptor(qkv, (size, columns), narrow),
         tensor_descriptor(solved.reshape(-1, size), (2 * size, size), wide),
         tensor_descriptor(scores.reshape(-1, size), (size, size), wide),
-        factors, rows.first, rows.slots, rows.positions, counts, numbers, state, layer,
+        factors, *arrays,
         kernel=_advance,
         name="gated_delta_rule_blocks_hopper",
         target=target,
         out_type=jax.ShapeDtypeStruct(
             (qkv.shape[0], heads.value_heads, heads.value_dim), qkv.dtype
         ),
-        grid=(rows.first.shape[0], heads.value_heads, heads.value_dim // (2 * columns)),
+        grid=(arrays[0].shape[0], heads.value_heads, heads.value_dim // (2 * columns)),
         num_warps=4,
-        slots=state.shape[1],
+        slots=arrays[-2].shape[1],
         **arguments,
     )  # fmt: skip
 

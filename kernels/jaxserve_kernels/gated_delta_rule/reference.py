@@ -187,6 +187,8 @@ def gated_delta_rule(
     Then `one_block` computes the tokens that a row takes in blocks (`Rows.blocked`), and
     `one_token` the others, all in float32. A row at position 0 begins with a state of zeros.
 
+    The state within a row that `Rows.kept` names is also stored in its slot.
+
     The result is bitwise the same however a sequence is split into steps and rows.
 
     Args:
@@ -246,9 +248,13 @@ def _block_by_block(
     found, count = blocks_of(rows, qkv.shape[0], block)
 
     def advance(number: Array, carry: _Carry) -> _Carry:
-        first, slot, position = (each[number] for each in found)
+        first, slot, position, kept = (each[number] for each in found)
         part = (lax.dynamic_slice_in_dim(each, first, block) for each in (qkv, gates))
-        return carry.after(slot, *one_block(carry.begun(slot, position), inputs_of(*part)), first)
+        new, outs = one_block(carry.begun(slot, position), inputs_of(*part))
+        if rows.kept is not None:
+            slots = lax.dynamic_update_index_in_dim(carry.slots, new, kept, 0)
+            carry = carry._replace(slots=slots)
+        return carry.after(slot, new, outs, first)
 
     return lax.fori_loop(0, count, advance, carry)
 
@@ -281,6 +287,8 @@ class Blocks(NamedTuple):
     slots: Array
     positions: Array
     """Position of that token in its sequence."""
+    kept: Array
+    """The slot that also gets the state after the block: `slots`, if there is no other."""
 
 
 def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
@@ -299,7 +307,10 @@ def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
     row = jnp.searchsorted(ends, number, side="right", method="compare_all")
     row = jnp.minimum(row, counts.shape[0] - 1)
     offset = (number - (ends - counts)[row]) * block
-    at = (rows.first[row] + offset, rows.slots[row], rows.positions[row] + offset)
+    kept = rows.slots[row]
+    if rows.kept is not None:
+        kept = jnp.where(rows.kept.tokens[row] == offset + block, rows.kept.slots[row], kept)
+    at = (rows.first[row] + offset, rows.slots[row], rows.positions[row] + offset, kept)
     return Blocks(*(each.astype(jnp.int32) for each in at)), ends[-1]
 
 

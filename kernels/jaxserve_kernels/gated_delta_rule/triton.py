@@ -241,7 +241,7 @@ def advance_state(
 ) -> Array:
     """See `reference.advance_state`."""
     place = jax.new_ref(state)
-    arrays = (qkv, gates[None], weights, *step.rows, place, layer, None)
+    arrays = (qkv, gates[None], weights, *step.rows[:5], place, layer, None)
     _rule(*arrays, config=config, target=target, out_type=())
     return jax.freeze(place)
 
@@ -262,7 +262,7 @@ def _one_by_one(
     heads, results = config.heads, None if out is None else jax.new_ref(out)
     shape = (tokens.qkv.shape[0], heads.value_heads, heads.value_dim)
     made = _rule(
-        tokens.qkv, tokens.gates, weights, *step.rows, state, layer,
+        tokens.qkv, tokens.gates, weights, *step.rows[:5], state, layer,
         *(() if results is None else (results,)),
         config=config,
         target=target,

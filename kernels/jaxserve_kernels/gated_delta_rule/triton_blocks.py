@@ -26,7 +26,7 @@ from jaxserve_kernels.gated_delta_rule.reference import (
     RuleWeights,
     blocks_of,
 )
-from jaxserve_kernels.recurrent_state import RecurrentStep
+from jaxserve_kernels.recurrent_state import Kept, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -149,10 +149,12 @@ def _prepare(
 @jit
 def _advance(
     qkv_ptr, solved_ptr, scores_ptr, factors_ptr,
-    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, state_ptr, layer, out_ptr,
+    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, kept_ptr, kept_slot_ptr,
+    state_ptr, layer, out_ptr,
     slots, key_heads: tl.constexpr, value_heads: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The state after the first `kept` blocks also goes to another slot."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     count = tl.load(count_ptr + row)
@@ -162,8 +164,12 @@ def _advance(
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         slot = tl.load(slot_ptr + row).to(tl.int64)
         goes_on = tl.load(position_ptr + row) > 0
-        place = ((layer * slots + slot) * value_heads + head) * (KEY * VALUE)
-        tile = state_ptr + place + key[:, None] * VALUE + column[None, :]
+        kept = tl.load(kept_ptr + row)
+        kept_slot = tl.load(kept_slot_ptr + row).to(tl.int64)
+        of_slot: tl.constexpr = value_heads * KEY * VALUE
+        tile = state_ptr + head * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
+        kept_tile = tile + (layer * slots + kept_slot) * of_slot
+        tile += (layer * slots + slot) * of_slot
         inside = (key[:, None] >= 0) & (column[None, :] >= 0)
         state = tl.load(tile, mask=inside & goes_on, other=0.0)
         width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
@@ -196,6 +202,8 @@ def _advance(
             last = tl.load(factors + 2 * BLOCK + i)
             forget = tl.load(factors + 4 * BLOCK - 1)
             state = _times(tl.trans(k), last[:, None] * write, forget * state)
+            if block + 1 == kept:
+                tl.store(kept_tile, state)
         tl.store(tile, state)
 
 
@@ -243,14 +251,14 @@ def in_blocks(
         **common,
     )  # fmt: skip
     numbers = jnp.cumsum(of_rows) - of_rows
+    kept = Kept(jnp.zeros_like(of_rows), rows.slots) if rows.kept is None else rows.kept
+    places = rows.first, rows.slots, rows.positions, of_rows, numbers, kept.tokens // size
+    arrays = (*places, kept.slots, state, layer)
     if hopper:
-        return hopper_blocks.advance(
-            tokens.qkv, prepared, rows, of_rows, numbers, state, layer, heads=heads, target=target
-        )
+        return hopper_blocks.advance(tokens.qkv, prepared, *arrays, heads=heads, target=target)
     columns = min(_COLUMNS, heads.value_dim)
     return triton_call(
-        tokens.qkv, *prepared, rows.first, rows.slots, rows.positions, of_rows, numbers, state,
-        layer,
+        tokens.qkv, *prepared, *arrays,
         kernel=_advance,
         name="gated_delta_rule_blocks",
         out_type=jax.ShapeDtypeStruct(
