@@ -9,7 +9,7 @@ RANDOM = "scripts/random_checkpoint.py qwen3-4b {cache}/models/bf16"
 HYBRIDS = {"27b": "qwen3.5-27b", "35b_a3b": "qwen3.5-35b-a3b"}
 FEW_BUCKETS = (
     "--load-format dummy --cache-dir {cache} --forbid-compiles --speculative-config off"
-    " --decode-buckets 1,8,16,32,64 --prefill-buckets 128,512,2048"
+    " --decode-buckets 1,8,16,32,64 --prefill-buckets 64,128,256,512,1024,2048"
 )
 """Of servers of large models, which compile for long. Random prompts have no drafts."""
 CLIENTS = "1,8,32,64,128,256"
