@@ -21,6 +21,10 @@ _ODD = 0.25
 """Largest deviation of one step that counts, as a share of the expected time. So one delayed step
 changes little, and a GPU that has slowed down is believed after some steps."""
 
+_BUSY, _ENOUGH = 0.8, 32
+"""If a bucket's learned time is less than that share of the table's, after so many steps, the GPU
+was busy at start-up."""
+
 _LEAST, _MOST = 0.2, 1.5
 """Limits of a bucket's learned time, as shares of the table's. If the GPU was busy at start-up, the
 table's times are several times too long; they are never much too short."""
@@ -41,7 +45,9 @@ class LearnedTimes:
 
     The error of the table hardly depends on the rows in a bucket, so corrections are added, not
     multiplied. A bucket without steps keeps the table's time. If that is too low, the bucket is
-    chosen and then corrected. A correction never affects other buckets.
+    chosen and then corrected. If it is too high, the bucket might never be chosen. So if the GPU
+    was busy at start-up, a bucket without steps has the nearest known bucket's share of the table's
+    time. Other corrections do not affect other buckets.
     """
 
     def __init__(self, table: StepTimes):
@@ -149,19 +155,31 @@ class _Buckets:
 
     def of(self, size: int) -> float:
         """Returns the seconds of the smallest bucket that holds `size`, as in `StepTimes`."""
-        return self._times[self._index(size)]
+        return self._time(self._index(size))
 
     def correction(self, size: int) -> float:
         index = self._index(size)
-        return self._times[index] - self._table[index]
+        return self._time(index) - self._table[index]
 
     def learn(self, size: int, error: float) -> int:
         """Corrects the bucket of `size` by an observed `error`. Returns the size of the bucket."""
         index = self._index(size)
+        before = self._time(index)
         self._steps[index] = min(self._steps[index] + 1, _STEPS)
-        table, learned = self._table[index], self._times[index] + error / self._steps[index]
+        table, learned = self._table[index], before + error / self._steps[index]
         self._times[index] = min(max(learned, table * _LEAST), table * _MOST)
         return self._sizes[index]
+
+    def _time(self, index: int) -> float:
+        """The time of a bucket. Without steps: the table's, or that of an idle GPU."""
+        if self._steps[index] > _BELIEVED:
+            return self._times[index]
+        known = [other for other, steps in enumerate(self._steps) if steps >= _BELIEVED + _ENOUGH]
+        if not known:
+            return self._table[index]
+        nearest = min(known, key=lambda other: abs(other - index))
+        share = self._times[nearest] / self._table[nearest]
+        return self._table[index] * (share if share < _BUSY else 1.0)
 
     def _index(self, size: int) -> int:
         return min(bisect_left(self._sizes, size), len(self._sizes) - 1)

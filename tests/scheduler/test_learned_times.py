@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.plan import Row, StepPlan, Verify
+from jaxserve.scheduler.budget import Decodes, Prompt, TokenBudget
 from jaxserve.scheduler.learned_times import LearnedTimes, StepClock
 from jaxserve.step_times import StepTimes, VerifyTime
 
@@ -105,7 +106,38 @@ def test_a_table_from_a_busy_gpu_is_corrected() -> None:
         plan = step(30, 512 - 30)
         times.learn(plan, TRUE.of(plan))
     assert mixed(times, 512) == pytest.approx(TRUE.of_mixed(512, 30, 30_000), rel=0.02)
-    assert times.prefill_rate == pytest.approx(512 / TRUE.mixed[512], rel=0.02)
+    assert times.prefill_rate == pytest.approx(2048 / TRUE.mixed[2048], rel=0.02)
+
+
+def test_a_bucket_that_a_busy_gpu_made_too_long_is_chosen_once_others_are_known() -> None:
+    """27B's times, twice too long at the start: 512 tokens seemed to take longer than any token
+    may, so nothing but 128 was ever chosen."""
+    true = StepTimes(
+        decode={1: 4.3 * MS, 32: 10 * MS},
+        mixed={64: 13.6 * MS, 128: 16.5 * MS, 256: 24.2 * MS, 512: 36.3 * MS, 1024: 69.3 * MS},
+        decode_context=0.0,
+        mixed_context=0.0,
+    )
+    slow = {size: 2.1 * seconds for size, seconds in true.mixed.items()}
+    times = LearnedTimes(replace(true, mixed=slow))
+    budget = TokenBudget(times, max_tokens=1024, max_itl=50 * MS)
+    chunks = []
+    for _ in range(600):
+        chunk = budget.chunk_tokens(Decodes(30, 30_000), [Prompt(0, 1000)] * 8)
+        chunks.append(chunk)
+        plan = step(30, chunk)
+        times.learn(plan, true.of(plan))
+    assert max(chunks[:32]) <= 128
+    assert 512 - 30 in chunks[-64:] and max(chunks) <= 512
+    assert mixed(times, 512) == pytest.approx(true.of_mixed(512, 30, 30_000), rel=0.05)
+
+
+def test_a_bucket_without_steps_keeps_the_tables_time_beside_slightly_wrong_ones() -> None:
+    times = LearnedTimes(TRUE)
+    for _ in range(200):
+        plan = step(30, 512 - 30)
+        times.learn(plan, 0.85 * TRUE.of(plan))
+    assert mixed(times, 1024) == TRUE.of_mixed(1024, 30, 30_000)
 
 
 def test_prompts_that_are_read_alone_neither_teach_nor_learn() -> None:
