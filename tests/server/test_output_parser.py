@@ -84,6 +84,11 @@ def test_any_split_of_the_text_gives_the_same_pieces(
     assert parse(list(text), **options) == whole
 
 
+def test_free_text_ends_at_a_marker_without_its_brace_too() -> None:
+    text = '<tool_call>{"name": "raw", "arguments": a</tool_call>'
+    assert parse([text]) == ["raw:a"] == parse(list(text))
+
+
 def test_a_thought_and_an_answer() -> None:
     assert parse(["\n<think>\nhm\n\nhm\n</think>\n\nYes\n"]) == [
         Reasoning("hm\n\nhm"),

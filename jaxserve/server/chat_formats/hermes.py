@@ -150,7 +150,8 @@ class HermesReader:
         if found:
             text = text.removesuffix(self._end)
         else:
-            text = text[: len(text) - partial(text, closing)]
+            held = max(partial(text, closing), partial(text, END_CALL))
+            text = text[: len(text) - held]
             self._text = self._text[len(text) :]
         if text:
             parts.append(self._writer.arguments(text))
