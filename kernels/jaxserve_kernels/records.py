@@ -37,7 +37,10 @@ def unknown_package() -> str | None:
     for package, known in _KNOWN.items():
         version = installed(package)
         if version is not None and ".".join(version.split(".")[:2]) not in known:
-            return f"{package} {version} is not known, but {' and '.join(known)}"
+            return (
+                f"{package} {version} is not known, but {' and '.join(known)}: install jaxserve's "
+                "extra cuda13 (driver 580 or newer) or cuda12, which has known versions"
+            )
     return None
 
 
