@@ -30,6 +30,35 @@ class Kept(NamedTuple):
     slots: Array
 
 
+class Chunks(NamedTuple):
+    """The rows that have blocks, int32 [tokens // block]. After the last one, chunks have no
+    tokens."""
+
+    first: Array
+    slots: Array
+    positions: Array
+    blocked: Array
+    """Tokens that are computed in blocks: the row's first ones."""
+    kept: Kept
+
+    @classmethod
+    def of(cls, rows: Rows, kept: Kept, most: int) -> Chunks:
+        """The at most `most` rows with blocks among `rows`. A grid over all rows would mostly have
+        programs without work."""
+        assert rows.blocked is not None
+        has = rows.blocked > 0
+        place = jnp.where(has, jnp.cumsum(has) - 1, most)
+        which = jnp.zeros(most, jnp.int32).at[place].set(jnp.arange(has.size), mode="drop")
+        there = jnp.arange(most) < jnp.sum(has)
+        return cls(
+            first=rows.first[which],
+            slots=rows.slots[which],
+            positions=rows.positions[which],
+            blocked=jnp.where(there, rows.blocked[which], 0),
+            kept=Kept(jnp.where(there, kept.tokens[which], 0), kept.slots[which]),
+        )
+
+
 class Rows(NamedTuple):
     """Rows of a step, int32 [rows]: each is consecutive tokens of one sequence. A slot has at most
     one row, except for the padding slot, whose state is meaningless."""
@@ -44,18 +73,20 @@ class Rows(NamedTuple):
     blocked: Array | None = None
     """How many of the row's leading tokens are computed in blocks (`RecurrentStep.of_rows`). None:
     no row has blocks."""
-    kept: Kept | None = None
-    """States within rows that are stored in further slots. Only steps with blocks have them."""
+    chunks: Chunks | None = None
+    """The rows with blocks, if there is a `blocked`."""
 
     def with_kept(self) -> Rows:
-        """These rows, then their beginnings up to the kept states, as rows of the further slots."""
-        if self.kept is None:
+        """These rows, then the beginnings of chunks up to the states that are kept, as rows of the
+        slots that keep them."""
+        if self.chunks is None:
             return self
+        kept = self.chunks.kept
         return Rows(
-            first=jnp.concatenate([self.first, self.first]),
-            length=jnp.concatenate([self.length, self.kept.tokens]),
-            slots=jnp.concatenate([self.slots, self.kept.slots]),
-            positions=jnp.concatenate([self.positions, self.positions]),
+            first=jnp.concatenate([self.first, self.chunks.first]),
+            length=jnp.concatenate([self.length, kept.tokens]),
+            slots=jnp.concatenate([self.slots, kept.slots]),
+            positions=jnp.concatenate([self.positions, self.chunks.positions]),
         )
 
 
@@ -101,10 +132,15 @@ class RecurrentStep(NamedTuple):
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1] + 1])
         length = jnp.maximum(last - first + 1, 0)
         # Padding rows are of the same slot as padding tokens, whose offset is then 0.
-        start, blocked = jnp.where(length > 0, positions[first], 0), None
-        if prompts is not None:
-            blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
-        return cls(slots, positions, Rows(first, length, row_slots, start, blocked, kept))
+        start = jnp.where(length > 0, positions[first], 0)
+        rows = Rows(first, length, row_slots, start)
+        if prompts is None:
+            return cls(slots, positions, rows)
+        blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
+        rows = rows._replace(blocked=blocked)
+        kept = kept or Kept(jnp.zeros_like(length), row_slots)
+        chunks = Chunks.of(rows, kept, slots.shape[0] // block)
+        return cls(slots, positions, rows._replace(chunks=chunks))
 
     def cut(self, lengths: Array, padding_slot: int) -> RecurrentStep:
         """A step with only the first `lengths` tokens of each row, int32 [rows], at most the row's
@@ -114,7 +150,7 @@ class RecurrentStep(NamedTuple):
         return RecurrentStep(
             jnp.where(kept, self.slots, padding_slot),
             jnp.where(kept, self.positions, 0),
-            self.rows._replace(length=lengths, blocked=None, kept=None),
+            self.rows._replace(length=lengths, blocked=None, chunks=None),
         )
 
     def offsets(self, num_slots: int) -> Array:

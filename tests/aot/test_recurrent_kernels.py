@@ -22,7 +22,7 @@ from jaxserve_kernels.gated_delta_rule import (
     gated_delta_rule,
     rule_outputs,
 )
-from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
+from jaxserve_kernels.recurrent_state import Chunks, Kept, RecurrentStep, Rows
 from jaxserve_kernels.target import Target
 from tests.aot.compiled_steps import missing
 
@@ -86,8 +86,9 @@ def test_recurrent_layers_compile(
     target = Target.for_gpu(capability).replace(checked=False, pdl=pdl)
     heads = Heads(key_heads=16, value_heads=VALUE_HEADS[model], key_dim=128, value_dim=128)
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
-    rows, blocked = (ints(tokens), None) if decode else (ints(8), ints(8))
-    step = RecurrentStep(ints(tokens), ints(tokens), Rows(rows, rows, rows, rows, blocked))
+    rows, few = ints(tokens if decode else 8), ints(tokens // 64)
+    blocks = () if decode else (rows, Chunks(few, few, few, few, Kept(few, few)))
+    step = RecurrentStep(ints(tokens), ints(tokens), Rows(rows, rows, rows, rows, *blocks))
     channels = 2 * heads.keys + heads.values
 
     def layer(

@@ -73,8 +73,9 @@ def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
 
 @DTYPES
 def test_a_state_within_a_row_is_stored_too(dtype: str) -> None:
-    """After a block of two and a rest; and of the convolution, whose last inputs it needs."""
-    mix = Mix([Part(2, 0, 37, 16, kept_in=4), Part(1, 32, 5)], 64, (4, 36, 37, 0, 0))
+    """After a block of two and a rest; and of the convolution, whose last inputs it needs. The
+    first row has no block."""
+    mix = Mix([Part(1, 32, 5), Part(2, 0, 37, 16, kept_in=4)], 64, (4, 36, 37, 0, 0))
     bounds = Bounds(2e-6, 1e-6) if dtype == "float32" else Bounds(4e-3, 2e-5)
     check_rule(mix, CONFIG, dtype, at_once, HOPPER, bounds)
     check_conv(mix, CHANNELS, dtype, at_once, HOPPER, Bounds(2e-3, 0))

@@ -26,7 +26,7 @@ from jaxserve_checkpoints.load import load_params
 from jaxserve_checkpoints.reader import open_checkpoint
 from jaxserve_kernels.kv_format import AttentionStep, Dense
 from jaxserve_kernels.paged_attention import QueryTiles
-from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
+from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import CPU
 from tests.runner.driver import Placed, certain, first_token, generate, tokens_of
 from tests.tiny_model import make_config, make_runner
@@ -113,10 +113,12 @@ def locate(tokens: Sequence[int], start: int, padded: int, groups: int) -> StepT
         page_table=jnp.asarray(table),
     )
     ids = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - count)))
-    rows = Rows(*(jnp.asarray([value], jnp.int32) for value in (0, count, 0, start)))
-    if padded % BLOCK == 0:  # recurrent layers compute what fills blocks in the chunked form
-        rows = rows._replace(blocked=jnp.asarray([count // BLOCK * BLOCK], jnp.int32))
-    recurrent = RecurrentStep(places.slots, places.positions, rows)
+    row = (jnp.asarray([value], jnp.int32) for value in (0, count - 1, start + count))
+    slots, last, prompts = row
+    if padded % BLOCK:  # else recurrent layers compute what fills blocks in the chunked form
+        prompts = None
+    own = (places.slots, places.positions, slots, last)
+    recurrent = RecurrentStep.of_rows(*own, prompts, BLOCK)
     return StepTokens(ids, (places,) * groups, recurrent)
 
 

@@ -20,7 +20,7 @@ def causal_conv(
 
     for position p of a sequence. Inputs before the sequence's first token are 0. Earlier steps'
     inputs come from the slot's state. The sum is taken in float32 and rounded to x's dtype after
-    SiLU. `Rows.kept` stores the inputs before another token, too.
+    SiLU. `Chunks.kept` stores the inputs before another token, too.
 
     Args:
       projected: [parts, tokens, columns], partial sums. The first `channels` columns, rounded to

@@ -1,6 +1,6 @@
 """Carries the state from block to block on Hopper: the same as `triton_blocks._advance`.
 
-A program has one row, one value head, and 64 of the state's columns. A producer warp copies the
+A program has one chunk, one value head, and 64 of the state's columns. A producer warp copies the
 parts of the next blocks into a ring in shared memory. Two warpgroups have 32 columns of the state
 each, in registers. A third computes the outputs of a block while those two compute the next state.
 So the products that follow each other in a block are three instead of five.
@@ -282,9 +282,9 @@ def advance(
 
     Args:
       prepared: what `triton_blocks._prepare` has computed.
-      arrays: those of `triton_blocks._advance`: of each row the first token, slot, position, number
-        of blocks, number of its first block, the block after which its state is kept, and the slot
-        for that; then the state of all layers, updated in place, and the layer.
+      arrays: those of `triton_blocks._advance`: of each chunk the first token, slot, position,
+        number of blocks, number of its first block, the block after which its state is kept, and
+        the slot for that; then the state of all layers, updated in place, and the layer.
     """
     solved, scores, factors = prepared
     wide = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxserve_kernels.dense_matmul.reference import sum_parts
-from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
+from jaxserve_kernels.recurrent_state import Chunks, RecurrentStep, Rows
 
 _EPS = 1e-6
 """Epsilon of the norms of queries and keys."""
@@ -187,7 +187,7 @@ def gated_delta_rule(
     Then `one_block` computes the tokens that a row takes in blocks (`Rows.blocked`), and
     `one_token` the others, all in float32. A row at position 0 begins with a state of zeros.
 
-    The state within a row that `Rows.kept` names is also stored in its slot.
+    The state within a row that `Chunks.kept` names is also stored in its slot.
 
     The result is bitwise the same however a sequence is split into steps and rows.
 
@@ -245,15 +245,15 @@ type _InputsOf = Callable[[Array, Array], Inputs]
 def _block_by_block(
     carry: _Carry, qkv: Array, gates: Array, inputs_of: _InputsOf, rows: Rows, block: int
 ) -> _Carry:
-    found, count = blocks_of(rows, qkv.shape[0], block)
+    assert rows.chunks is not None
+    found, count = blocks_of(rows.chunks, block)
 
     def advance(number: Array, carry: _Carry) -> _Carry:
         first, slot, position, kept = (each[number] for each in found)
         part = (lax.dynamic_slice_in_dim(each, first, block) for each in (qkv, gates))
         new, outs = one_block(carry.begun(slot, position), inputs_of(*part))
-        if rows.kept is not None:
-            slots = lax.dynamic_update_index_in_dim(carry.slots, new, kept, 0)
-            carry = carry._replace(slots=slots)
+        slots = lax.dynamic_update_index_in_dim(carry.slots, new, kept, 0)
+        carry = carry._replace(slots=slots)
         return carry.after(slot, new, outs, first)
 
     return lax.fori_loop(0, count, advance, carry)
@@ -291,26 +291,23 @@ class Blocks(NamedTuple):
     """The slot that also gets the state after the block: `slots`, if there is no other."""
 
 
-def blocks_of(rows: Rows, tokens: int, block: int) -> tuple[Blocks, Array]:
-    """Returns the blocks of a step's rows, in the order of the rows, and their number.
+def blocks_of(chunks: Chunks, block: int) -> tuple[Blocks, Array]:
+    """Returns the blocks of a step's chunks, in their order, and their number.
 
     Args:
-      rows: with `blocked` set.
-      tokens: number of tokens of the step.
       block: tokens per block.
     """
-    assert rows.blocked is not None
-    counts = rows.blocked // block
+    counts = chunks.blocked // block
     ends = jnp.cumsum(counts)
-    number = jnp.arange(tokens // block, dtype=jnp.int32)
+    most = counts.shape[0]  # a chunk for each block, if each has one
+    number = jnp.arange(most, dtype=jnp.int32)
     # Not by bisection: that is a loop, which would interrupt the CUDA graph.
     row = jnp.searchsorted(ends, number, side="right", method="compare_all")
-    row = jnp.minimum(row, counts.shape[0] - 1)
+    row = jnp.minimum(row, most - 1)
     offset = (number - (ends - counts)[row]) * block
-    kept = rows.slots[row]
-    if rows.kept is not None:
-        kept = jnp.where(rows.kept.tokens[row] == offset + block, rows.kept.slots[row], kept)
-    at = (rows.first[row] + offset, rows.slots[row], rows.positions[row] + offset, kept)
+    stored, slots = chunks.kept.tokens[row], chunks.slots[row]
+    kept = jnp.where(stored == offset + block, chunks.kept.slots[row], slots)
+    at = (chunks.first[row] + offset, slots, chunks.positions[row] + offset, kept)
     return Blocks(*(each.astype(jnp.int32) for each in at)), ends[-1]
 
 

@@ -1,7 +1,7 @@
 """Blocks of a prompt's tokens: see `reference.one_block`.
 
 `_prepare` computes the parts that do not need the state, for all blocks in parallel. Then
-`_advance` carries the state from block to block, with one program per row, value head and part of
+`_advance` carries the state from block to block, with one program per chunk, value head and part of
 the state's columns. On Hopper, `hopper_blocks` can do that.
 
 Products of two activations use the tensor cores on unscaled values, which are exact there; norms
@@ -26,7 +26,7 @@ from jaxserve_kernels.gated_delta_rule.reference import (
     RuleWeights,
     blocks_of,
 )
-from jaxserve_kernels.recurrent_state import Kept, RecurrentStep
+from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -225,10 +225,11 @@ def in_blocks(
       state: the state of all layers, updated in place.
       hopper: `hopper_blocks` carries the state.
     """
-    heads, size, rows, count = config.heads, config.block, step.rows, tokens.qkv.shape[0]
-    blocks, total = blocks_of(rows, count, size)
-    of_rows = rows.blocked // size
-    number = count // size
+    heads, size, chunks = config.heads, config.block, step.rows.chunks
+    assert chunks is not None
+    blocks, total = blocks_of(chunks, size)
+    counts = chunks.blocked // size
+    count, number = tokens.qkv.shape[0], counts.shape[0]
     matrix = (number, heads.value_heads, size, size)
     common: dict[str, Any] = {
         "target": target, "key_heads": heads.key_heads, "value_heads": heads.value_heads,
@@ -250,10 +251,9 @@ def in_blocks(
         scale=heads.key_dim**-0.5, LEVELS=size.bit_length() - 1,
         **common,
     )  # fmt: skip
-    numbers = jnp.cumsum(of_rows) - of_rows
-    kept = Kept(jnp.zeros_like(of_rows), rows.slots) if rows.kept is None else rows.kept
-    places = rows.first, rows.slots, rows.positions, of_rows, numbers, kept.tokens // size
-    arrays = (*places, kept.slots, state, layer)
+    numbers = jnp.cumsum(counts) - counts
+    places = chunks.first, chunks.slots, chunks.positions, counts, numbers
+    arrays = (*places, chunks.kept.tokens // size, chunks.kept.slots, state, layer)
     if hopper:
         return hopper_blocks.advance(tokens.qkv, prepared, *arrays, heads=heads, target=target)
     columns = min(_COLUMNS, heads.value_dim)
@@ -264,7 +264,7 @@ def in_blocks(
         out_type=jax.ShapeDtypeStruct(
             (count, heads.value_heads, heads.value_dim), tokens.qkv.dtype
         ),
-        grid=(rows.first.shape[0], heads.value_heads, heads.value_dim // columns),
+        grid=(number, heads.value_heads, heads.value_dim // columns),
         num_warps=warps,
         num_stages=1,
         slots=state.shape[1], COLUMNS=columns,
