@@ -42,9 +42,10 @@ class TierWorkload(NamedTuple):
 
 @st.composite
 def tier_workloads(
-    draw: st.DrawFn, works: st.SearchStrategy[Workload] | None = None
+    draw: st.DrawFn, works: st.SearchStrategy[Workload] | None = None, *, resets: bool = False
 ) -> TierWorkload:
-    """Prompts of few kinds, which come again when others have displaced them."""
+    """Prompts of few kinds, which come again when others have displaced them. resets: the cache is
+    emptied late, too, when there are loads."""
     any_kind = st.one_of(workloads(), workloads(), windowed_workloads())
     work = draw(any_kind if works is None else works)
     shares = st.sampled_from([0.0, 0.0, 0.3])
@@ -57,6 +58,8 @@ def tier_workloads(
         delay = draw(st.sampled_from([None] * 12 + list(range(8))))
         arrivals.append(first._replace(request=request, turn=turn, abort_delay=delay))
     failing = draw(st.sampled_from([None] * 60 + list(range(6, 40))))
+    if resets and (turn := draw(st.sampled_from([None] * 60 + list(range(6, 40))))):
+        work = work._replace(reset_turn=turn)
     config = replace(work.config, prefix_caching=True, max_queued=100)
     return TierWorkload(
         work._replace(arrivals=arrivals, config=config, failing_turn=failing),
@@ -208,7 +211,7 @@ def test_state_comes_back_with_its_pages_in_many_workloads(total: Counter[str]) 
 @pytest.mark.slow
 def test_10_000_requests_get_the_tokens_they_would_get_alone(total: Counter[str]) -> None:
     @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(tier_workloads())
+    @given(tier_workloads(resets=True))
     def run(tiered: TierWorkload) -> None:
         check(tiered)
 
