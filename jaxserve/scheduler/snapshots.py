@@ -12,7 +12,7 @@ from jaxserve.scheduler.sequence import Sequence
 
 
 class _Due(NamedTuple):
-    """A boundary that the plan in preparation reaches."""
+    """A boundary that a plan reaches, until the next plan begins."""
 
     content: bytes | None
     """Hash of the page before it; None: forgotten."""

@@ -67,7 +67,7 @@ def _carry(
     factors_ptr, state_ptr, kept_ptr, first_block, count, kept, head, goes_on,
     part: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: carries its columns of the state over the row's blocks. Also stores the
+    """Warpgroup `part`: carries its columns of the state over the chunk's blocks. Also stores the
     state after the first `kept` of them."""
     state_ready = handed.index(_STATE)
     state_free = handed.index(_FREE + _STATE)
@@ -200,18 +200,18 @@ def _advance(
     slots, key_heads: gl.constexpr, value_heads: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    row = gl.program_id(0)
+    chunk = gl.program_id(0)
     head = gl.program_id(1)
     column = gl.program_id(2) * (2 * _COLUMNS)
-    count = gl.load(count_ptr + row)
+    count = gl.load(count_ptr + chunk)
     if count == 0:
         return
-    slot = gl.load(slot_ptr + row).to(gl.int64)
-    goes_on = gl.load(position_ptr + row) > 0
-    first = gl.load(first_ptr + row)
-    first_block = gl.load(number_ptr + row)
-    kept = gl.load(kept_ptr + row)
-    kept_slot = gl.load(kept_slot_ptr + row).to(gl.int64)
+    slot = gl.load(slot_ptr + chunk).to(gl.int64)
+    goes_on = gl.load(position_ptr + chunk) > 0
+    first = gl.load(first_ptr + chunk)
+    first_block = gl.load(number_ptr + chunk)
+    kept = gl.load(kept_ptr + chunk)
+    kept_slot = gl.load(kept_slot_ptr + chunk).to(gl.int64)
     state_ptr += head * (KEY * VALUE) + column
     kept_state_ptr = state_ptr + (layer * slots + kept_slot) * (value_heads * KEY * VALUE)
     state_ptr += (layer * slots + slot) * (value_heads * KEY * VALUE)

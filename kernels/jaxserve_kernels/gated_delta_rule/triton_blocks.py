@@ -155,17 +155,17 @@ def _advance(
     KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The state after the first `kept` blocks also goes to another slot."""
-    row = tl.program_id(0)
+    chunk = tl.program_id(0)
     head = tl.program_id(1)
-    count = tl.load(count_ptr + row)
+    count = tl.load(count_ptr + chunk)
     if count > 0:
         i = tl.arange(0, BLOCK)
         key = tl.arange(0, KEY)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        goes_on = tl.load(position_ptr + row) > 0
-        kept = tl.load(kept_ptr + row)
-        kept_slot = tl.load(kept_slot_ptr + row).to(tl.int64)
+        slot = tl.load(slot_ptr + chunk).to(tl.int64)
+        goes_on = tl.load(position_ptr + chunk) > 0
+        kept = tl.load(kept_ptr + chunk)
+        kept_slot = tl.load(kept_slot_ptr + chunk).to(tl.int64)
         of_slot: tl.constexpr = value_heads * KEY * VALUE
         tile = state_ptr + head * (KEY * VALUE) + key[:, None] * VALUE + column[None, :]
         kept_tile = tile + (layer * slots + kept_slot) * of_slot
@@ -175,8 +175,8 @@ def _advance(
         width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
         of_key = (head // (value_heads // key_heads)) * KEY
         of_value = 2 * key_heads * KEY + head * VALUE
-        first = tl.load(first_ptr + row).to(tl.int64)
-        number = tl.load(number_ptr + row).to(tl.int64)
+        first = tl.load(first_ptr + chunk).to(tl.int64)
+        number = tl.load(number_ptr + chunk).to(tl.int64)
         zero = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for block in range(count):
             token = first + block * BLOCK + i
