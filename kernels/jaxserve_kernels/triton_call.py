@@ -287,6 +287,7 @@ def triton_call(
     name: str,
     target: Target,
     together: bool = False,
+    registers: int | None = None,
     **kwargs: Any,
 ) -> Any:
     """`jax_triton.triton_call` for a target. Ints among args are launch constants.
@@ -296,6 +297,7 @@ def triton_call(
 
     Args:
       together: programs of the grid wait for each other.
+      registers: of a thread when a program starts; None: the compiler's choice. Only for Gluon.
 
     Raises:
       ValueError: while the call is lowered, if the GPU cannot start the kernel; with `together`,
@@ -308,11 +310,22 @@ def triton_call(
         kwargs["EARLY"] = target.pdl
     options = triton_compat.compiler_options(capability)
     options |= {_DEVICE: target.gpu, _TOGETHER: together}
+    if registers is not None:
+        options["maxnreg"] = registers
     return jt.triton_call(
         *args, name=name, compute_capability=capability, backend_options=options, **kwargs
     )
 
 
-def tensor_descriptor(x: jax.Array, block: Sequence[int], layout: Any) -> Any:
-    """x as a kernel argument from which TMA copies blocks of shape `block`."""
-    return jt.TensorDescriptor.from_array(x, block, layout)
+def tensor_descriptor(
+    x: jax.Array,
+    block: Sequence[int],
+    layout: Any,
+    view: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Any:
+    """x as a kernel argument from which TMA copies blocks of shape `block`. view: shape and strides
+    (in elements) in which TMA sees x, if not its own."""
+    if view is None:
+        return jt.TensorDescriptor.from_array(x, block, layout)
+    shape, strides = view
+    return jt.TensorDescriptor(x, tuple(shape), tuple(strides), tuple(block), layout)

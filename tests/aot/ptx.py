@@ -21,7 +21,12 @@ MOST_SHARED_MEMORY = 232_448
 
 
 def compile_kernel(
-    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *, num_warps: int = 4
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int = 4,
+    registers: int | None = None,
 ) -> Any:
     """Arguments whose names end in _ptr, and pointers of which the type is given, are aligned to 16
     bytes; others without a type are int32 pointers."""
@@ -44,7 +49,7 @@ def compile_kernel(
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": num_warps, **compiler_options(90)}
+    options = {"num_warps": num_warps, **compiler_options(90), "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

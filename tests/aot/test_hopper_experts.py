@@ -15,8 +15,11 @@ QWEN, GPT_OSS = (2048, 768), (2880, 2880)
 """Embed and width of Qwen3-30B-A3B and gpt-oss-20b."""
 
 
-def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = False) -> Any:
-    from jaxserve_kernels.experts.hopper import _program
+def compiled(
+    name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = False, small: bool = False
+) -> Any:
+    """small: with few tokens for each expert."""
+    from jaxserve_kernels.experts import hopper
     from jaxserve_kernels.experts.hopper_copy import DEPTH, PANEL
     from jaxserve_kernels.experts.hopper_lists import BOX
     from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
@@ -30,10 +33,19 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
     oss = sizes == GPT_OSS
     padded = k if plain else k + -k % 128
     scales = "*fp32"
-    tiles = (2, 2) if gated else (1, 4)
+    tile = hopper.SMALL if small else hopper.SCALING
+    if name in ("bf16", "fp8"):
+        tile = hopper.MULTIPLYING
+    elif name == "int8":
+        tile = hopper.CONVERTING
+    size = tile.parts * tile.own
+    step = size // 2 if gated else size
+    box = (1, 8, 2, 8) if gated else (1, size // 64, 1, 64)
+    of_rows = (1, size // 16, 2, 8) if gated else (1, size)
     if name in ("int4", "mxfp4", "fp8-blocks"):
         dtype = "u32" if name == "mxfp4" else "fp32"
-        scales = tma_blocks(*tiles, 64, dtype=dtype, bits=32, swizzle=0)
+        of_scales = (1, size // 128, 8, 2, 8) if gated else (1, size // 64, 64)
+        scales = tma_blocks(*of_scales, dtype=dtype, bits=32, swizzle=0)
     if gated:
         tokens = "*fp8e4nv" if in_bytes else "*bf16"
     elif in_bytes:
@@ -42,9 +54,9 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
         tokens = tma_blocks(BOX, DEPTH)
     types = {
         "x": tokens,
-        "w": tma_blocks(tiles[0], tiles[1] * 64, DEPTH)
+        "w": tma_blocks(*of_rows, DEPTH)
         if plain
-        else tma_blocks(*tiles, 1, 64, words, dtype="u16", swizzle=2 * words),
+        else tma_blocks(*box, words, dtype="u16", swizzle=2 * words),
         "scales": scales, "scale_ptr": "*u32" if name == "mxfp4" else "*fp32",
         "zero_ptr": "*u8" if name == "mxfp4" else "*i32",
         "bias_ptr": "*bf16", "weights_ptr": "*fp32", "token_scale_ptr": "*fp32",
@@ -54,35 +66,52 @@ def compiled(name: str, sizes: tuple[int, int], *, gated: bool, zeros: bool = Fa
     if in_bytes:
         inputs = padded + (2 * SUMS if name == "int4" else 0)
     constants = {
-        "count": 229, "columns": -(-n // (128 if gated else 256)), "step": 128 if gated else 256,
-        "second": n if gated else 128, "rows": rows, "all_rows": 128 * rows, "n": n,
+        "count": 229, "columns": -(-n // step), "step": step,
+        "second": n if gated else 0, "rows": rows, "all_rows": 128 * rows, "n": n,
         "inputs": inputs, "k": padded, "choices": 8, "BIAS": oss,
         "STAGES": 4 if plain or in_bytes else 3,
         "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name.removesuffix("-blocks")],
         "GROUP": 128 if name in ("int4", "fp8-blocks") else padded, "ZERO": int(zeros),
-        "UNPACK": None, "PARTS": 1 if name in ("bf16", "fp8") else 2,
+        "UNPACK": None, "PARTS": tile.parts, "OWN": tile.own,
+        "MOST": hopper.MOST_SMALL if small else hopper.MOST,
     }  # fmt: skip
-    return compile_kernel(_program, types, constants, num_warps=8 // constants["PARTS"])
+    warps = 8 // tile.parts
+    return compile_kernel(
+        hopper._program, types, constants, num_warps=warps, registers=tile.registers
+    )
 
 
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
     ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 16),
     ("int4", QWEN, True, 16), ("int4", QWEN, False, 0), ("int8", QWEN, False, 32),
-    ("mxfp4", GPT_OSS, True, 16), ("mxfp4", GPT_OSS, False, 8),
+    ("mxfp4", GPT_OSS, True, 56), ("mxfp4", GPT_OSS, False, 44),
     ("fp8", QWEN, True, 8), ("fp8", QWEN, False, 0),
     ("fp8-blocks", QWEN, True, 24), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
 def test_the_program_fits_and_its_products_do_not_wait(
     name: str, sizes: tuple[int, int], gated: bool, spilled: int, tmp_path: Path
 ) -> None:
-    """What little leaves registers does so where a tile begins, or, of 8-bit codes, where it has
-    160 tokens."""
+    """What little leaves registers does so where a tile begins, or where it has 160 tokens."""
     kernel = compiled(name, sizes, gated=gated)
     check_registers_and_memory(kernel, tmp_path, spilled=spilled)
     assert kernel.metadata.num_warps == 12  # two warpgroups, and one for the producer's warps
 
 
-@pytest.mark.parametrize(("name", "most"), [("int4", 12), ("fp8-blocks", 10), ("bf16", 9)])
+@pytest.mark.parametrize(("name", "sizes"), [("int4", QWEN), ("mxfp4", GPT_OSS)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_two_programs_of_small_tiles_fit_on_a_multiprocessor(
+    name: str, sizes: tuple[int, int], gated: bool, tmp_path: Path
+) -> None:
+    from jaxserve_kernels.experts import hopper
+
+    kernel = compiled(name, sizes, gated=gated, small=True)
+    assert hopper.SMALL.registers is not None
+    check_registers_and_memory(kernel, tmp_path, spilled=8)
+    assert 2 * (kernel.metadata.shared + 1024) <= 228 * 1024
+    assert 2 * 32 * kernel.metadata.num_warps * hopper.SMALL.registers <= 65536
+
+
+@pytest.mark.parametrize(("name", "most"), [("int4", 13), ("fp8-blocks", 11), ("bf16", 9)])
 def test_warps_that_gather_seldom_wait_for_each_other(name: str, most: int) -> None:
     """In a step: where it begins and ends, and once for each copy of weights or scales; twice more
     in int4's step of tokens' sums. The other six are where a tile begins and ends."""

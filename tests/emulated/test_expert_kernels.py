@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve_kernels import tables
 from jaxserve_kernels.experts import (
     ExpertActivation,
     ExpertWeights,
@@ -298,18 +299,25 @@ def test_tiles_with_fewer_tokens_on_hopper() -> None:
     assert relative_error(summed(found), expected(x, ids, weights, w)) < 6e-3
 
 
-@pytest.mark.parametrize(
-    "quantize",
-    [plain, *(WEIGHTS[name] for name in ("fp8", "int4", "mxfp4"))],
-    ids=["bf16", "fp8", "int4", "mxfp4"],
-)
-def test_any_number_of_tokens_for_each_expert_on_hopper(quantize: Callable[[Any], Any]) -> None:
+def with_tiles(target: Target, *, small: bool) -> Target:
+    """Of 4-bit weights. Others have one kind."""
+    limits = {"small_tiles_tokens": 1000 if small else 0}
+    return target.with_tuned({("experts", tables.LIMITS): limits})
+
+
+@pytest.mark.parametrize(("name", "small"), [
+    ("bf16", False), ("fp8", False), ("int4", False), ("int4", True), ("mxfp4", False),
+    ("mxfp4", True),
+])  # fmt: skip
+def test_any_number_of_tokens_for_each_expert_on_hopper(name: str, small: bool) -> None:
     """None, one, and one less or more than a box, a tile, or two tiles have."""
-    counts = np.asarray([0, 1, 33, 128, 129, 161])
+    quantize = QUANTIZE[name]
+    counts = np.asarray([0, 1, 33, 97, 128, 129] if small else [0, 1, 33, 128, 129, 161])
     x, _, _, w = made(counts.sum(), quantize)
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(EXPERTS), counts))[:, None]
     args = x, jnp.asarray(ids, jnp.int32), jnp.ones(ids.shape, jnp.float32), w
-    found = hopper.experts(*args, "silu", target=gpu(90, multiprocessors=3))
+    target = with_tiles(gpu(90, multiprocessors=3), small=small)
+    found = hopper.experts(*args, "silu", target=target)
     most = 6e-3 if quantize is plain else 5e-2
     assert relative_error(summed(found), expected(*args)) < most
 
@@ -332,18 +340,21 @@ def in_e4m3(x: Any) -> Any:
 IN_E4M3 = ["fp8", "fp8-blocks", "int4", "int4-zeros", "mxfp4"]
 
 
-@pytest.mark.parametrize(("name", "embed", "width"), [
-    *((name, 256, 384) for name in IN_E4M3),
-    *((name, 320, 192) for name in IN_E4M3 if name != "fp8-blocks"),  # blocks have 128 inputs
+@pytest.mark.parametrize(("name", "embed", "width", "small"), [
+    *((name, 256, 384, False) for name in IN_E4M3),
+    *((name, 320, 192, False) for name in IN_E4M3 if name != "fp8-blocks"),  # of 128 inputs
+    *((name, 320, 192, True) for name in ("int4-zeros", "mxfp4")),
+    ("int4", 256, 384, True),
 ])  # fmt: skip
-def test_many_tokens_in_e4m3_on_hopper(name: str, embed: int, width: int) -> None:
+def test_many_tokens_in_e4m3_on_hopper(name: str, embed: int, width: int, small: bool) -> None:
     """One expert has tiles of 140 tokens; a weight may have more inputs than tokens have. The
     inputs of both products are rounded to e4m3; where sums differ in their last bits, some hidden
     values are rounded to the other side."""
     padded = embed % 128 > 0
     x, ids, factors, w = made(170, WEIGHTS[name], embed=embed, width=width, biases=padded)
     ids = ids.at[:140].set(jnp.asarray([0, 3]))
-    found = hopper.experts(x, ids, factors, w, "silu", target=gpu(90, multiprocessors=3))
+    target = with_tiles(gpu(90, multiprocessors=3), small=small)
+    found = hopper.experts(x, ids, factors, w, "silu", target=target)
     rounded = jnp.zeros(x.shape)
     gate_up, down = w.gate_up.dequantize()[..., :embed], w.down.dequantize()[..., :width]
     zeros = jnp.zeros((EXPERTS, 1))

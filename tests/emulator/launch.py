@@ -50,22 +50,38 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in pkgutil.walk_packages(jaxserve_kernels.__path__, "jaxserve_kernels."):
         importlib.import_module(module.name)
     for name, module in tuple(sys.modules.items()):
-        if name.startswith("jaxserve_kernels.") and inspect.isfunction(
-            getattr(module, "triton_call", None)
-        ):
-            monkeypatch.setattr(module, "triton_call", triton_call)
-            monkeypatch.setattr(module, "tensor_descriptor", tensor_descriptor, raising=False)
+        for function in (triton_call, tensor_descriptor):
+            own = getattr(module, function.__name__, None)
+            if name.startswith("jaxserve_kernels.") and inspect.isfunction(own):
+                monkeypatch.setattr(module, function.__name__, function)
 
 
-def tensor_descriptor(array: jax.Array, block: Sequence[int], layout: Any) -> Descriptor:
-    """As `triton_call.tensor_descriptor`."""
-    return Descriptor(np.asarray(array), block)
+def tensor_descriptor(
+    array: jax.Array,
+    block: Sequence[int],
+    layout: Any,
+    view: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Descriptor:
+    """As `triton_call.tensor_descriptor`.
+
+    Raises:
+      ValueError: the tensor has elements outside of the array.
+    """
+    found = np.asarray(array)
+    if view is not None:
+        shape, strides = view
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if last >= found.size:
+            raise ValueError(f"{tuple(shape)} by {tuple(strides)} of {found.size} elements")
+        steps = [stride * found.itemsize for stride in strides]
+        found = np.lib.stride_tricks.as_strided(found, shape, steps)
+    return Descriptor(found, block)
 
 
 def triton_call(
     *arguments: Any, kernel: Any, name: str, target: Target, out_type: Any, grid: tuple[int, ...],
     num_warps: int = 4, num_stages: int = 1, zeroed_outputs: Sequence[int] = (), seed: int = 0,
-    together: bool = False, **constants: Any,
+    together: bool = False, registers: int | None = None, **constants: Any,
 ) -> Any:  # fmt: skip
     """As `triton_call.triton_call`. Programs run one after the other, or at once where some wait
     for others: `together`, or in clusters. Where they count in memory who has ended, in an order of

@@ -28,6 +28,7 @@ class Limits(NamedTuple):
     ordered_tokens: int
     few_scores: int
     few_resident: int
+    small_tiles_tokens: int
 
 
 def limits_of(target: Target) -> Limits:
@@ -92,6 +93,17 @@ def tokens_in_bytes(weight: Stacked) -> bool:
 
 
 _IN_BYTES = (Kind.FP8, Kind.INT4, Kind.MXFP4)
+
+
+def has_small_tiles(ids: Array, w: ExpertWeights, *, target: Target) -> bool:
+    """Whether `hopper` has small tiles for ids [tokens, k]: both weights are of 4-bit codes, and
+    experts have few tokens."""
+    found = [stacked(each) for each in (w.gate_up, w.down)]
+    four_bits = [
+        each is not None and each.operand is not None and each.operand.bits == 4 for each in found
+    ]
+    few = ids.size <= limits_of(target).small_tiles_tokens * w.gate_up.shape[0]
+    return few and all(four_bits)
 
 
 def _not_on_hopper(weight: Any) -> Refusal | None:

@@ -13,25 +13,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxserve_kernels.experts.hopper_lists import (
     BOX,
     DOWN,
-    MAIN,
     copy_pairs,
     wait_for_pairs,
     write_lists,
 )
 
-ROWS, DEPTH = 128, 64
-"""Half of a tile's weight rows; inputs of a panel of tokens in bfloat16."""
+DEPTH = 64
+"""Inputs of a panel of tokens in bfloat16."""
 PANEL = 128
 """Bytes of a token in a panel. In e4m3 they are as many inputs."""
 GATHERERS = gl.constexpr(128)
 """Threads that copy tokens which are not in expert order."""
 _DEPTH = gl.constexpr(DEPTH)
 _PANEL = gl.constexpr(PANEL)
-_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
-_BOXES = gl.constexpr(MAIN // BOX)
-TILES = gl.constexpr(2 * ROWS // 64)
-"""Code tiles of a stage: those of the first half of a tile's rows, then those of the second."""
 
 
 @gluon.jit
@@ -61,14 +56,14 @@ def tiles_of(block_ptr, count: gl.constexpr, columns: gl.constexpr):
 
 
 @gluon.jit
-def ring(blocks, STAGES: gl.constexpr):
-    """Allocates room for a block of a tensor in each stage."""
-    shape: gl.constexpr = [STAGES] + blocks.block_shape  # noqa: RUF005
+def ring(blocks, COPIES: gl.constexpr, STAGES: gl.constexpr):
+    """Allocates room for COPIES blocks of a tensor in each stage."""
+    shape: gl.constexpr = [STAGES * COPIES] + blocks.block_shape  # noqa: RUF005
     return gl.allocate_shared_memory(blocks.dtype, shape, blocks.layout)
 
 
 @gluon.jit
-def _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED: gl.constexpr):
+def _copy_rows(source, rings, bar, stage, expert, row, step, GROUPED: gl.constexpr):
     """Copies a step's rows of 64 inputs, or its code tiles of 64 rows by 128 inputs with their
     groups' scales.
 
@@ -77,20 +72,40 @@ def _copy_weight(source, rings, bar, stage, expert, row, step, GROUPED: gl.const
     """
     _, w, scales = source
     _, _, w_ring, s_ring, _, _ = rings
-    half = expert * w.block_shape[0]
-    to = w_ring.index(stage)
     if w.dtype == gl.bfloat16:
-        tma.async_load(w, [half, row, step * _DEPTH], bar, to)
+        tma.async_load(w, [expert, row, step * _DEPTH], bar, w_ring.index(stage))
     else:
-        tma.async_load(w, [half, row // 64, step, 0, 0], bar, to)
+        tma.async_load(w, [expert, row // 64, step, 0, 0], bar, w_ring.index(stage))
         if GROUPED:
-            tma.async_load(scales, [half, row // 64, step * 64], bar, s_ring.index(stage))
+            tma.async_load(scales, [expert, row // 64, step * 64], bar, s_ring.index(stage))
+
+
+@gluon.jit
+def _copy_gate_and_up(
+    source, rings, bar, stage, expert, row, step, steps: gl.constexpr, rows: gl.constexpr,
+    GROUPED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`_copy_rows` of half as many rows of gate, from `row` on, and of up: 8 of either in turn.
+    Code tiles need a copy for each 64 rows of either: see `hopper_blocks.blocks_of`."""
+    _, w, scales = source
+    _, _, w_ring, s_ring, _, _ = rings
+    if w.dtype == gl.bfloat16:
+        tma.async_load(w, [expert, row // 8, 0, 0, step * _DEPTH], bar, w_ring.index(stage))
+    else:
+        tile = (expert * (rows // 64) + row // 64) * steps + step
+        COPIES: gl.constexpr = w_ring.shape[0] // STAGES
+        for block in gl.static_range(COPIES):
+            to = w_ring.index(COPIES * stage + block)
+            tma.async_load(w, [tile + block * steps, 0, 0, 0, 0], bar, to)
+        if GROUPED:
+            first = expert * (rows // 64 * steps) + step
+            tma.async_load(scales, [first, row // 64, 0, 0, 0], bar, s_ring.index(stage))
 
 
 @gluon.jit
 def _box(x_ring, t_ring, panel, box: gl.constexpr):
     """The place of a box in a panel of the rings."""
-    if box < _BOXES:
+    if box < x_ring.shape[1] // _BOX:
         place = x_ring.index(panel).slice(box * _BOX, _BOX, dim=0)
     else:
         place = t_ring.index(panel)
@@ -123,14 +138,14 @@ def _copy_tile(
         bar = ready.index(stage)
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
         if step >= SUMS:
-            _expect(bar, boxes, WEIGHT, PANELS)
-            _copy_weight(source, rings, bar, stage, expert, row, step - SUMS, GROUPED)
+            _expect(bar, boxes, x_ring.shape[1] // _BOX, WEIGHT, PANELS)
+            _copy_rows(source, rings, bar, stage, expert, row, step - SUMS, GROUPED)
         else:
-            _expect(bar, boxes, 0, PANELS)
+            _expect(bar, boxes, x_ring.shape[1] // _BOX, 0, PANELS)
         for panel in gl.static_range(PANELS):
             depth = (_step_of_tokens(step, steps, SUMS) * PANELS + panel) * inputs
             to = stage * PANELS + panel
-            for box in gl.static_range(_BOXES + 1):
+            for box in gl.static_range(x_ring.shape[1] // _BOX + 1):
                 place = _box(x_ring, t_ring, to, box)
                 tma.async_load(x, [begin + box * _BOX, depth], bar, place, pred=box < boxes)
         at += 1
@@ -138,15 +153,15 @@ def _copy_tile(
 
 
 @gluon.jit
-def _expect(bar, boxes, WEIGHT: gl.constexpr, PANELS: gl.constexpr):
-    for some in gl.static_range(1, _BOXES + 2):
+def _expect(bar, boxes, BOXES: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr):
+    for some in gl.static_range(1, BOXES + 2):
         mbarrier.expect(bar, WEIGHT + some * (PANELS * _BOX * _PANEL), pred=boxes == some)
 
 
 @gluon.jit
 def _gather_tile(
     source, rings, pairs, at, begin, end, expert, row,
-    inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    inputs: gl.constexpr, k: gl.constexpr, rows: gl.constexpr, choices: gl.constexpr,
     GROUPED: gl.constexpr, SUMS: gl.constexpr, WEIGHT: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -157,7 +172,7 @@ def _gather_tile(
     depth: gl.constexpr = t_ring.shape[2]
     flat: gl.constexpr = gl.BlockedLayout([1, depth // 8], [4, 8], [4, 1], [1, 0])
     main = _tokens(x_ptr, pairs[0], begin, end, flat, depth, inputs, choices)
-    last = _tokens(x_ptr, pairs[1], begin + _MAIN, end, flat, depth, inputs, choices)
+    last = _tokens(x_ptr, pairs[1], begin + x_ring.shape[1], end, flat, depth, inputs, choices)
     steps: gl.constexpr = k // (PANELS * depth)
     for step in range(steps + SUMS):
         stage = at % STAGES
@@ -165,14 +180,16 @@ def _gather_tile(
         mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
         if step >= SUMS:
             mbarrier.expect(bar, WEIGHT)
-            _copy_weight(source, rings, bar, stage, expert, row, step - SUMS, GROUPED)
+            _copy_gate_and_up(
+                source, rings, bar, stage, expert, row, step - SUMS, steps, rows, GROUPED, STAGES
+            )
         else:
             mbarrier.arrive(bar, count=1)
         for panel in gl.static_range(PANELS):
             to = stage * PANELS + panel
             past = (_step_of_tokens(step, steps, SUMS) * PANELS + panel) * depth
             _gather(x_ring.index(to), main, past, inputs, k)
-            if begin + _MAIN < end:
+            if begin + x_ring.shape[1] < end:
                 _gather(t_ring.index(to), last, past, inputs, k)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         at += 1
@@ -210,7 +227,7 @@ def _gather(place, tokens, past, inputs: gl.constexpr, k: gl.constexpr):
 def copy(
     copies, block_ptr, tokens,
     count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr,
-    inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
+    rows: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     GATED: gl.constexpr, GROUPED: gl.constexpr, SUMS: gl.constexpr,
     WEIGHT: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -244,8 +261,8 @@ def copy(
             )
         else:
             at = _gather_tile(
-                source, rings, pairs, at, begin, end, expert, row, inputs, k, choices, GROUPED,
-                SUMS, WEIGHT, PANELS, STAGES,
+                source, rings, pairs, at, begin, end, expert, row, inputs, k, rows, choices,
+                GROUPED, SUMS, WEIGHT, PANELS, STAGES,
             )  # fmt: skip
         write_lists(arrays, lists, pairs, number, begin, end, tokens, choices, GATED, BYTES, WARPS)
         tile += stride

@@ -19,16 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from jaxserve_kernels.experts.hopper_lists import DOWN
 from jaxserve_kernels.experts.hopper_sums import (
     divisor,
     no_sums,
-    piece,
     quotient,
-    rows_from,
     tail,
     times,
     wait,
     waited,
+    weight_rows,
 )
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
@@ -43,71 +43,63 @@ _INTEGERS = gl.constexpr(512.0)
 
 @gluon.jit
 def four_bit_sums(
-    part: gl.constexpr, HALF: gl.constexpr, rings, left_begin, right_begin, at,
+    part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr, rings, begin, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
-    GATHER: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs. `left_begin` and
-    `right_begin`: `begin_of` the halves.
+    """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs. `begin`:
+    `begin_of` the part's rows.
 
     Integers' sums are divided by the step's scale of their row before its products are added, so
     that one accumulator is enough. All products end in their step: the next one overwrites
     registers that they read, which the compiler does not prevent in a loop. Meanwhile the other
-    warpgroup multiplies.
+    warpgroups multiply.
     """
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
-    left, short_left = no_sums(HALF, TOKENS, 32)
-    right, short_right = no_sums(HALF, TOKENS, 32)
-    layout: gl.constexpr = left.type.layout
+    GATHER: gl.constexpr = GATED != DOWN
+    main, short = no_sums(PARTS, OWN, TOKENS, 32)
+    layout: gl.constexpr = main.type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    left_scale = _first(left_begin, KIND, row)
-    right_scale = _first(right_begin, KIND, row)
+    scale = _first(begin, KIND, row)
     if KIND == _INT4:
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        sums = left, right, short_left, short_right
-        zeros = _zeros(left_begin, ZERO), _zeros(right_begin, ZERO)
-        left, right, short_left, short_right = _less_zeros(rings, stage, zeros, sums, TAIL)
+        main, short = _less_zeros(rings, stage, _zeros(begin, ZERO), main, short, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     for _ in range(k // 128):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        tile = piece(stage, 0, part, HALF)
-        other = piece(stage, 1, part, HALF)
-        left_words = s_ring.index(tile).load(row)
-        right_words = s_ring.index(other).load(row)
+        tile = stage * PARTS + part
+        words = s_ring.index(tile).load(row)
         if KIND == _INT4:
-            before = left_scale, right_scale
-            left_scale, right_scale = divisor(left_words), divisor(right_words)
-            left, short_left = times(left, short_left, quotient(before[0], left_scale))
-            right, short_right = times(right, short_right, quotient(before[1], right_scale))
-        codes = _unpacked(w_ring.index(tile), left_words, left_scale, layout, KIND)
-        left, short_left = _add(codes, x_ring, t_ring, stage, left, short_left, TAIL)
-        codes = _unpacked(w_ring.index(other), right_words, right_scale, layout, KIND)
-        right, short_right = _add(codes, x_ring, t_ring, stage, right, short_right, TAIL)
-        left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
+            before = scale
+            scale = divisor(words)
+            main, short = times(main, short, quotient(before, scale))
+        codes = _unpacked(w_ring.index(tile), words, scale, layout, KIND)
+        main, short = _add(codes, x_ring, t_ring, stage, main, short, TAIL)
+        main, short = waited(main, short, 0, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
-    left, short_left = times(left, short_left, _factor(left_scale, KIND))
-    right, short_right = times(right, short_right, _factor(right_scale, KIND))
-    return left, right, short_left, short_right, at
+    main, short = times(main, short, _factor(scale, KIND))
+    return main, short, at
 
 
 @gluon.jit
 def begin_of(
-    factors, first, all_rows: gl.constexpr, HALF: gl.constexpr, k: gl.constexpr,
-    KIND: gl.constexpr, ZERO: gl.constexpr,
+    factors, first, second: gl.constexpr, all_rows: gl.constexpr, OWN: gl.constexpr,
+    k: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
-    """What the sums of HALF rows begin with, from row `first` on. Of integers, each group's scales
-    and zero points. Of MXFP4, each row's largest exponent."""
+    """What the sums of a part's rows begin with, from row `first` on (`weight_rows`). Of integers,
+    each group's scales and zero points. Of MXFP4, each row's largest exponent."""
     scale_ptr, second_ptr = factors
     if KIND == _INT4:
         groups: gl.constexpr = k // 128
         most: gl.constexpr = (groups + 15) // 16 * 16
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HALF // 16, 1], [16, 64, 16])
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-        row = gl.expand_dims(rows_from(first, all_rows, HALF, gl.SliceLayout(1, left)), 1)
+        lane = gl.arange(0, OWN, gl.SliceLayout(1, left))
+        row = gl.expand_dims(weight_rows(first, second, lane, all_rows, GATED), 1)
         group = gl.expand_dims(gl.arange(0, most, gl.SliceLayout(0, left)), 0)
         place = row // 64 * (groups * 64) + row % 64 + group * 64
         known, _ = gl.broadcast(group < groups, place)
@@ -115,9 +107,9 @@ def begin_of(
         if ZERO:
             found = found[0], gl.load(second_ptr + place, mask=known, other=0)
     else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HALF // 16, 1], [16, 64, 32])
-        row = rows_from(first, all_rows, HALF, gl.SliceLayout(1, layout))
-        found = (gl.load(second_ptr + row),)
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+        lane = gl.arange(0, OWN, gl.SliceLayout(1, layout))
+        found = (gl.load(second_ptr + weight_rows(first, second, lane, all_rows, GATED)),)
     return found
 
 
@@ -177,29 +169,21 @@ def _zeros(begin, ZERO: gl.constexpr):
 
 
 @gluon.jit
-def _less_zeros(rings, stage, zeros, acc, TAIL: gl.constexpr):
-    """Subtracts each group's scale times zero point times the tokens' sums. Waits for all of these
-    products together."""
+def _less_zeros(rings, stage, zeros, main, short, TAIL: gl.constexpr):
+    """Subtracts each group's scale times zero point times the tokens' sums."""
     x_ring, t_ring, _, _, _, _ = rings
-    left, right, short_left, short_right = acc
-    TOKENS: gl.constexpr = left.shape[1]
-    groups: gl.constexpr = zeros[0].shape[1]
-    layout: gl.constexpr = left.type.layout
-    short: gl.constexpr = short_left.type.layout
+    groups: gl.constexpr = zeros.shape[1]
+    TOKENS: gl.constexpr = main.shape[1]
+    layout: gl.constexpr = main.type.layout
+    of_short: gl.constexpr = short.type.layout
     all_sums = _sums(x_ring.index(stage), groups)
-    sums = all_sums.slice(0, TOKENS, dim=0)
-    left = _times_sums(zeros[0], sums, left)
-    right = _times_sums(zeros[1], sums, right)
+    main = _times_sums(zeros, all_sums.slice(0, TOKENS, dim=0), main)
     if TAIL:
         sums = tail(all_sums, _sums(t_ring.index(stage), groups), TOKENS)
-        short_left = _times_sums(zeros[0], sums, short_left)
-        short_right = _times_sums(zeros[1], sums, short_right)
-    left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
-    left = gl.convert_layout(left, layout, assert_trivial=True)
-    right = gl.convert_layout(right, layout, assert_trivial=True)
-    short_left = gl.convert_layout(short_left, short, assert_trivial=True)
-    short_right = gl.convert_layout(short_right, short, assert_trivial=True)
-    return left, right, short_left, short_right
+        short = _times_sums(zeros, sums, short)
+    main, short = waited(main, short, 0, TAIL)
+    main = gl.convert_layout(main, layout, assert_trivial=True)
+    return main, gl.convert_layout(short, of_short, assert_trivial=True)
 
 
 @gluon.jit
@@ -212,8 +196,7 @@ def _sums(panel, groups: gl.constexpr):
 @gluon.jit
 def _times_sums(zeros, sums, acc):
     """Adds zeros times sums. Runs on, in a layout of products of 16 inputs."""
-    warps: gl.constexpr = acc.shape[0] // 16
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, acc.shape[1], 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
     zeros = gl.convert_layout(zeros, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     return warpgroup_mma(zeros, sums.permute((1, 0)), acc, is_async=True)

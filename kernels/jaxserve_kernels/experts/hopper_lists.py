@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 MAIN, BOX = 128, 32
 """Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
-_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
 DOWN = gl.constexpr(0)
 """GATED of the down product, beside the values of `activation.gating` and `OSS`."""
@@ -23,13 +22,15 @@ WRITTEN, READ, PAIRS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.jit
-def room_for_lists(BYTES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+def room_for_lists(
+    MAIN: gl.constexpr, BYTES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr
+):
     """The lists of a tile's first tokens, those of its last box, and barriers.
 
     Lists are the tokens' rows of the result, -1 past the last token; their factors and scales; and
     the pairs of this tile and of the next one. WRITERS: threads. READERS: parts of the program.
     """
-    main = _lists(_MAIN, BYTES)
+    main = _lists(MAIN, BYTES)
     last = _lists(_BOX, BYTES)
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(WRITTEN), count=WRITERS + 1)
@@ -52,9 +53,10 @@ def copy_pairs(order_ptr, lists, number, begin, end, WARPS: gl.constexpr):
     """Begins to copy the pairs of tile `number`: 0 past the last one."""
     main, last, bars = lists
     slot = number & 1
-    place = begin + _lanes(_MAIN, WARPS)
+    MAIN: gl.constexpr = main[0].shape[0]
+    place = begin + _lanes(MAIN, WARPS)
     async_copy.async_load(main[2].index(slot), order_ptr + place, mask=place < end)
-    place = begin + _MAIN + _lanes(_BOX, WARPS)
+    place = begin + MAIN + _lanes(_BOX, WARPS)
     async_copy.async_load(last[2].index(slot), order_ptr + place, mask=place < end)
     async_copy.mbarrier_arrive(bars.index(PAIRS + slot), increment_count=False)
 
@@ -77,7 +79,9 @@ def write_lists(
     main, last, bars = lists
     mbarrier.wait(bars.index(READ), (number & 1) ^ 1)
     _write(arrays, main, pairs[0], begin, end, tokens, choices, GATED, BYTES, WARPS)
-    _write(arrays, last, pairs[1], begin + _MAIN, end, tokens, choices, GATED, BYTES, WARPS)
+    _write(
+        arrays, last, pairs[1], begin + main[0].shape[0], end, tokens, choices, GATED, BYTES, WARPS
+    )
     async_copy.mbarrier_arrive(bars.index(WRITTEN), increment_count=False)
     mbarrier.arrive(bars.index(WRITTEN), count=1)
 

@@ -6,14 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxserve_kernels.experts.hopper_lists import DOWN, FACTOR, SCALE
+from jaxserve_kernels.experts.hopper_sums import tile_rows
 from jaxserve_kernels.experts.triton_activation import activated_sums
 
 
 @gluon.jit
-def room(STAGED: gl.constexpr, HALF: gl.constexpr):
-    """A part's shared memory for results of STAGED tokens."""
-    panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    return gl.allocate_shared_memory(gl.bfloat16, [STAGED, HALF], panel)
+def room(STAGED: gl.constexpr, COLUMNS: gl.constexpr):
+    """A part's shared memory for COLUMNS results of STAGED tokens."""
+    panel: gl.constexpr = gl.NVMMASharedLayout(min(2 * COLUMNS, 128), 16, rank=2)
+    return gl.allocate_shared_memory(gl.bfloat16, [STAGED, COLUMNS], panel)
 
 
 @gluon.jit
@@ -25,25 +26,31 @@ def _listed(numbers, layout: gl.constexpr):
 @gluon.jit
 def _store(values, staged, out_ptr, rows, column, n: gl.constexpr):
     """Stores values [columns, tokens] in the tokens' rows of out."""
+    COLUMNS: gl.constexpr = values.shape[0]
     TOKENS: gl.constexpr = values.shape[1]
-    if staged.shape[0] < TOKENS:
+    if staged.shape[1] < COLUMNS:
+        first, then = _first_rows(values)
+        _store(first, staged, out_ptr, rows, column, n)
+        _store(then, staged, out_ptr, rows, column + COLUMNS // 2, n)
+    elif staged.shape[0] < TOKENS:
         first, then = halves(values)
-        _store_at_once(first, staged, out_ptr, rows.slice(0, TOKENS // 2), column, n)
-        _store_at_once(then, staged, out_ptr, rows.slice(TOKENS // 2, TOKENS // 2), column, n)
+        _store(first, staged, out_ptr, rows.slice(0, TOKENS // 2), column, n)
+        _store(then, staged, out_ptr, rows.slice(TOKENS // 2, TOKENS // 2), column, n)
     else:
         _store_at_once(values, staged, out_ptr, rows, column, n)
 
 
 @gluon.jit
 def _store_at_once(values, staged, out_ptr, rows, column, n: gl.constexpr):
-    HALF: gl.constexpr = values.shape[0]
-    across: gl.constexpr = HALF // 8
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [HALF // 16, 1], [1, 0])
+    COLUMNS: gl.constexpr = values.shape[0]
+    WARPS: gl.constexpr = max(COLUMNS // 16, 4)
+    across: gl.constexpr = COLUMNS // 8
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
     panel = staged.slice(0, values.shape[1])
     panel.store(values.to(gl.bfloat16).permute((1, 0)))
     out = panel.load(flat)
     row = rows.load(gl.SliceLayout(1, flat))
-    columns = column + gl.arange(0, HALF, gl.SliceLayout(0, flat))
+    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, flat))
     mask = gl.expand_dims(row >= 0, 1) & gl.expand_dims(columns < n, 0)
     at = gl.expand_dims(row.to(gl.int64), 1) * n + gl.expand_dims(columns, 0)
     gl.store(out_ptr + at, out, mask=mask)
@@ -51,39 +58,37 @@ def _store_at_once(values, staged, out_ptr, rows, column, n: gl.constexpr):
 
 @gluon.jit
 def finish(
-    left, right, staged, out_ptr, bias_ptr, listed, first: gl.constexpr, column,
-    second: gl.constexpr, n: gl.constexpr,
+    sums, staged, out_ptr, bias_ptr, listed, first: gl.constexpr, column,
+    second: gl.constexpr, rows: gl.constexpr, n: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Stores the results of both halves of a tile, from their sums [HALF, tokens]. The tokens are
-    those from `first` on in `listed`."""
-    of_token: gl.constexpr = gl.SliceLayout(0, left.type.layout)
-    TOKENS: gl.constexpr = left.shape[1]
+    """Stores the results of a part of a tile, from its sums [rows, tokens]. column: the first
+    column of the result, and row of the expert. The tokens are those from `first` on in
+    `listed`."""
+    of_token: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+    TOKENS: gl.constexpr = sums.shape[1]
     scale = 1.0
     if BYTES:
         scale = _listed(listed[1].index(SCALE).slice(first, TOKENS), of_token)
         if BIAS or GATED != DOWN:
-            left, right = left * scale, right * scale
+            sums = sums * scale
     if BIAS:
-        left = _biased(left, bias_ptr, column, n)
-        right = _biased(right, bias_ptr, column + second, n if GATED == DOWN else n + second)
-    rows = listed[0].slice(first, TOKENS)
+        lane = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
+        own = tile_rows(column, second, lane, GATED)
+        bias = gl.load(bias_ptr + own, mask=own < rows, other=0.0)
+        sums += gl.expand_dims(bias.to(gl.float32), 1)
+    to = listed[0].slice(first, TOKENS)
     if GATED == DOWN:
         factor = _listed(listed[1].index(FACTOR).slice(first, TOKENS), of_token)
         if not BIAS:
             factor *= scale
-        _store(left * factor, staged, out_ptr, rows, column, n)
-        _store(right * factor, staged, out_ptr, rows, column + second, n)
+        _store(sums * factor, staged, out_ptr, to, column, n)
     else:
-        values = activated_sums(left, right, gl.bfloat16, GATED)
-        _store(values, staged, out_ptr, rows, column, n)
-
-
-@gluon.jit
-def _biased(acc, bias_ptr, column, n: gl.constexpr):
-    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
-    bias = gl.load(bias_ptr + columns, mask=columns < n, other=0.0)
-    return acc + gl.expand_dims(bias.to(gl.float32), 1)
+        blocks: gl.constexpr = sums.shape[0] // 16
+        turns = sums.reshape([blocks, 2, 8, TOKENS]).permute((0, 2, 3, 1))
+        gate, up = gl.split(turns)
+        values = activated_sums(gate, up, gl.bfloat16, GATED)
+        _store(values.reshape([8 * blocks, TOKENS]), staged, out_ptr, to, column, n)
 
 
 @gluon.jit
@@ -91,3 +96,10 @@ def halves(values):
     """The first half of the tokens, and the second."""
     tokens: gl.constexpr = values.shape[1] // 2
     return gl.split(values.reshape([values.shape[0], 2, tokens]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _first_rows(values):
+    """The first half of the rows, and the second."""
+    rows: gl.constexpr = values.shape[0] // 2
+    return gl.split(values.reshape([2, rows, values.shape[1]]).permute((1, 2, 0)))

@@ -15,14 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxserve_kernels.experts.hopper_copy import ROWS
-from jaxserve_kernels.experts.hopper_lists import BOX, MAIN
+from jaxserve_kernels.experts.hopper_lists import BOX, DOWN
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT8
 from jaxserve_kernels.quantized_matmul.triton_unpack import each, int8_pair
 
-_MAIN = gl.constexpr(MAIN)
 _BOX = gl.constexpr(BOX)
-_ROWS = gl.constexpr(ROWS)
 PLAIN = gl.constexpr(-2)
 """Stands for an unquantised weight where a `weights.Kind` is expected."""
 _INT8 = gl.constexpr(INT8.value)
@@ -30,84 +27,76 @@ _INT8 = gl.constexpr(INT8.value)
 
 @gluon.jit
 def shared_sums(
-    part: gl.constexpr, HALF: gl.constexpr, rings, scale_ptr, left_row, right_row,
-    all_rows: gl.constexpr, at,
+    part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr,
+    rings, scale_ptr, first, second: gl.constexpr, all_rows: gl.constexpr, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
-    GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of both halves of a tile, [HALF, TOKENS] and, with TAIL, [HALF, _BOX], from
-    step `at` of the rings on; and the step after the tile. The tensor cores read the weights from
-    the rings: bfloat16, or fp8 codes with a scale per row or per 128 inputs. A step is a panel of
-    tokens.
+    """Returns the sums of a part's rows of a tile, [rows, TOKENS] and, with TAIL, [rows, _BOX],
+    from step `at` of the rings on; and the step after the tile. The tensor cores read the weights
+    from the rings: bfloat16, or fp8 codes with a scale per row or per 128 inputs. A step is a panel
+    of tokens.
 
     Before the products of a group of inputs are added, sums are divided by the group's scale, so
     that one accumulator is enough.
     """
     x_ring, t_ring, w_ring, s_ring, ready, free = rings
+    GATHER: gl.constexpr = GATED != DOWN
     inputs: gl.constexpr = 16 if KIND == PLAIN else 32  # of the tensor cores' products
     groups: gl.constexpr = k // GROUP
     steps: gl.constexpr = k // t_ring.shape[2]
-    left, short_left = no_sums(HALF, TOKENS, inputs)
-    right, short_right = no_sums(HALF, TOKENS, inputs)
-    row: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-    left_scale = gl.full([HALF], 1.0, gl.float32, row)
-    right_scale = left_scale
+    main, short = no_sums(PARTS, OWN, TOKENS, inputs)
+    row: gl.constexpr = gl.SliceLayout(1, main.type.layout)
+    before = gl.full([main.shape[0]], 1.0, gl.float32, row)
     if KIND != PLAIN and groups == 1:
-        left_scale = gl.load(scale_ptr + rows_from(left_row, all_rows, HALF, row))
-        right_scale = gl.load(scale_ptr + rows_from(right_row, all_rows, HALF, row))
+        lane = gl.arange(0, main.shape[0], row)
+        before = gl.load(scale_ptr + weight_rows(first, second, lane, all_rows, GATED))
     for step in range(steps):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         if groups > 1:
-            scale = divisor(s_ring.index(piece(stage, 0, part, HALF)).load(row))
-            left, short_left = times(left, short_left, quotient(left_scale, scale))
-            left_scale = scale
-            scale = divisor(s_ring.index(piece(stage, 1, part, HALF)).load(row))
-            right, short_right = times(right, short_right, quotient(right_scale, scale))
-            right_scale = scale
+            scale = divisor(s_ring.index(stage * PARTS + part).load(row))
+            main, short = times(main, short, quotient(before, scale))
+            before = scale
         x = x_ring.index(stage).slice(0, TOKENS, dim=0).permute((1, 0))
-        w_left = _weight_rows(w_ring, piece(stage, 0, part, HALF))
-        w_right = _weight_rows(w_ring, piece(stage, 1, part, HALF))
-        left = warpgroup_mma(w_left, x, left, is_async=True)
-        right = warpgroup_mma(w_right, x, right, is_async=True)
+        w = _in_shared_memory(w_ring.index(stage * PARTS + part))
+        main = warpgroup_mma(w, x, main, is_async=True)
         if TAIL:
             x = tail(x_ring.index(stage), t_ring.index(stage), TOKENS).permute((1, 0))
-            short_left = warpgroup_mma(w_left, x, short_left, is_async=True)
-            short_right = warpgroup_mma(w_right, x, short_right, is_async=True)
+            short = warpgroup_mma(w, x, short, is_async=True)
         # Sums that are not divided wait for the products of the previous step only.
-        behind: gl.constexpr = 0 if groups > 1 else 4 if TAIL else 2
-        left, right, short_left, short_right = waited(
-            left, right, short_left, short_right, behind, TAIL
-        )
+        behind: gl.constexpr = 0 if groups > 1 else 2 if TAIL else 1
+        main, short = waited(main, short, behind, TAIL)
         if groups > 1:
             mbarrier.arrive(free.index(stage), count=1)
         else:
             mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1, pred=step > 0)
         at += 1
     if groups == 1:
-        left, right, short_left, short_right = waited(left, right, short_left, short_right, 0, TAIL)
+        main, short = waited(main, short, 0, TAIL)
         mbarrier.arrive(free.index((at + STAGES - 1) % STAGES), count=1)
     if KIND != PLAIN:
-        left, short_left = times(left, short_left, left_scale)
-        right, short_right = times(right, short_right, right_scale)
-    return left, right, short_left, short_right, at
+        main, short = times(main, short, before)
+    return main, short, at
 
 
 @gluon.jit
-def no_sums(HALF: gl.constexpr, TOKENS: gl.constexpr, inputs: gl.constexpr):
-    """Sums of half a tile, 0: [HALF, TOKENS] and [HALF, _BOX]. inputs: of the tensor cores'
+def no_sums(
+    PARTS: gl.constexpr, OWN: gl.constexpr, TOKENS: gl.constexpr, inputs: gl.constexpr
+):  # fmt: skip
+    """Sums of a part's rows, 0: [rows, TOKENS] and [rows, _BOX]. inputs: of the tensor cores'
     products."""
-    WARPS: gl.constexpr = HALF // 16
+    WARPS: gl.constexpr = 8 if PARTS == 1 else 4
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, inputs])
     short: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _BOX, inputs])
-    main = gl.zeros([HALF, TOKENS], gl.float32, layout)
-    return main, gl.zeros([HALF, _BOX], gl.float32, short)
+    main = gl.zeros([OWN, TOKENS], gl.float32, layout)
+    return main, gl.zeros([OWN, _BOX], gl.float32, short)
 
 
 @gluon.jit
 def tail(panel, last, TOKENS: gl.constexpr):
     """The box after the first TOKENS tokens of a panel; `last` after all of its tokens."""
-    if TOKENS == _MAIN:  # noqa: SIM108  (a constant for the compiler)
+    if panel.shape[0] == TOKENS:  # noqa: SIM108  (a constant for the compiler)
         box = last
     else:
         box = panel.slice(TOKENS, _BOX, dim=0)
@@ -124,39 +113,44 @@ def wait(bar, phase, GATHER: gl.constexpr):
 
 
 @gluon.jit
-def piece(stage, half: gl.constexpr, part: gl.constexpr, HALF: gl.constexpr):
-    """Where the rings of weights and scales have a part's rows of one half of a stage."""
-    PARTS: gl.constexpr = _ROWS // HALF
-    return stage * (2 * PARTS) + (half * PARTS + part)
-
-
-@gluon.jit
-def _weight_rows(w_ring, index):
-    """A part's rows of one half of a stage: [HALF, 64] in bfloat16, [HALF, 128] in e4m3."""
-    rows = w_ring.index(index)
-    if w_ring.dtype != gl.bfloat16:
+def _in_shared_memory(rows):
+    """Rows of a weight as an operand in shared memory: [rows, 64] in bfloat16, [rows, 128] in
+    e4m3."""
+    if rows.dtype != gl.bfloat16:
         by_bytes: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
         rows = rows.reinterpret(gl.float8e4nv, [rows.shape[0], 128], by_bytes)
     return rows
 
 
 @gluon.jit
-def rows_from(first, all_rows: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
-    """HALF rows of a weight of `all_rows`. Those past its end are of its last 64."""
-    row = first + gl.arange(0, HALF, layout)
+def tile_rows(first, second: gl.constexpr, lane, GATED: gl.constexpr):
+    """Rows of an expert's weight that a part's lanes multiply. Gated, every 8 rows of gate are
+    followed by the same 8 of up, so that a thread has the sums of both. first: the part's first
+    row. second: the distance between gate and up."""
+    if GATED == DOWN:
+        row = first + lane
+    else:
+        row = first + lane // 8 % 2 * second + lane // 16 * 8 + lane % 8
+    return row
+
+
+@gluon.jit
+def weight_rows(
+    first, second: gl.constexpr, lane, all_rows: gl.constexpr, GATED: gl.constexpr
+):  # fmt: skip
+    """`tile_rows` of a weight of `all_rows`. Those past its end are of its last 64."""
+    row = tile_rows(first, second, lane, GATED)
     return gl.minimum(row // 64, all_rows // 64 - 1) * 64 + row % 64
 
 
 @gluon.jit
-def waited(left, right, short_left, short_right, behind: gl.constexpr, TAIL: gl.constexpr):
+def waited(main, short, behind: gl.constexpr, TAIL: gl.constexpr):
     """The sums after all products but the last `behind` are done."""
     if TAIL:
-        left, right, short_left, short_right = warpgroup_mma_wait(
-            behind, deps=[left, right, short_left, short_right]
-        )
+        main, short = warpgroup_mma_wait(behind, deps=[main, short])
     else:
-        left, right = warpgroup_mma_wait(behind, deps=[left, right])
-    return left, right, short_left, short_right
+        main = warpgroup_mma_wait(behind, deps=[main])
+    return main, short
 
 
 @gluon.jit
@@ -176,39 +170,28 @@ def quotient(before, scale):
 
 @gluon.jit
 def code_sums(
-    part: gl.constexpr, HALF: gl.constexpr, rings, scale_ptr, left_row, right_row,
-    all_rows: gl.constexpr, at,
+    part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr,
+    rings, scale_ptr, first, second: gl.constexpr, all_rows: gl.constexpr, at,
     k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
-    GATHER: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, UNPACK: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, UNPACK: gl.constexpr,
 ):  # fmt: skip
-    """`shared_sums` of 8-bit codes in bfloat16, with a scale per 128 inputs or per row. The tiles
-    of codes are those of the part's rows. While one warpgroup converts codes, the other one
-    multiplies."""
+    """`shared_sums` of 8-bit codes in bfloat16, with a scale per 128 inputs or per row. While one
+    warpgroup converts codes, others multiply."""
     _, _, _, _, ready, free = rings
     SCALED: gl.constexpr = k > GROUP  # else rows have scales
-    steps: gl.constexpr = k // 128
-    left, short_left = no_sums(HALF, TOKENS, 16)
-    right, short_right = no_sums(HALF, TOKENS, 16)
-    for _ in range(steps):
+    main, short = no_sums(PARTS, OWN, TOKENS, 16)
+    for _ in range(k // 128):
         stage = at % STAGES
-        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        left, short_left = _add_codes(
-            rings, stage, piece(stage, 0, part, HALF),
-            left, short_left, TAIL, KIND, SCALED, UNPACK,
-        )  # fmt: skip
-        right, short_right = _add_codes(
-            rings, stage, piece(stage, 1, part, HALF),
-            right, short_right, TAIL, KIND, SCALED, UNPACK,
-        )  # fmt: skip
+        wait(ready.index(stage), (at // STAGES) & 1, GATED != DOWN)
+        tile = stage * PARTS + part
+        main, short = _add_codes(rings, stage, tile, main, short, TAIL, KIND, SCALED, UNPACK)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     if not SCALED:
-        row: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-        scale = gl.load(scale_ptr + rows_from(left_row, all_rows, HALF, row))
-        left, short_left = times(left, short_left, scale)
-        scale = gl.load(scale_ptr + rows_from(right_row, all_rows, HALF, row))
-        right, short_right = times(right, short_right, scale)
-    return left, right, short_left, short_right, at
+        lane = gl.arange(0, main.shape[0], gl.SliceLayout(1, main.type.layout))
+        scale = gl.load(scale_ptr + weight_rows(first, second, lane, all_rows, GATED))
+        main, short = times(main, short, scale)
+    return main, short, at
 
 
 @gluon.jit
