@@ -10,9 +10,16 @@ import jax.numpy as jnp
 from random_weights import QUANTIZE
 
 from jaxserve_kernels import pdl
-from jaxserve_kernels.add_rms_norm import add_rms_norm
-from jaxserve_kernels.experts import ExpertActivation, ExpertWeights, Routing, experts, route
-from jaxserve_kernels.matmul import gated_linear, linear
+from jaxserve_kernels.add_rms_norm import add_rms_norm, add_rms_norm_twice
+from jaxserve_kernels.experts import (
+    ExpertActivation,
+    ExpertWeights,
+    Routing,
+    experts,
+    route,
+    token_format,
+)
+from jaxserve_kernels.matmul import gated_linear, linear, plain
 from jaxserve_kernels.target import REFERENCE, Target
 
 LAYERS = 2
@@ -71,15 +78,16 @@ def make_weights(sizes: Model, name: str) -> ExpertWeights:
 def sparse_layers(
     x: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
 ) -> Any:
-    normed = x
+    normed: Any = x
+    form = token_format(x, sizes.top_k, jax.tree.map(lambda leaf: leaf[0], w), target=target)
     for index in range(logits.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
         ids, weight, order = route(logits[index], sizes.routing, target=target)
         own = normed, ids, weight, layer, order
         parts = experts(*own, activation=sizes.activation, target=target)
-        both: Any = add_rms_norm(x, parts, norm, EPS, target=target)
+        both: Any = add_rms_norm_twice(x, parts, norm, EPS, form, target=target)
         x, normed = both
-    return x, normed
+    return x, plain(normed)
 
 
 def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:

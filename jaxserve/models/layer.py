@@ -17,6 +17,7 @@ from jaxserve.models.rope import RopeTables
 from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
+from jaxserve_kernels.experts import token_format as experts_token_format
 from jaxserve_kernels.gated_attention import gated_attention
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 from jaxserve_kernels.matmul import (
@@ -195,13 +196,15 @@ def _experts(
     Returns x, and partial sums to add to it."""
     own = spec.experts
     assert layer.experts is not None and layer.router is not None and own is not None
+    weights = ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias)
+    form = experts_token_format(x, own.top_k, weights, target=target)
     given = (x, out, layer.mlp_norm, spec.norm_eps, layer.router)
-    x, normed, scores = norm_and_score(*given, bias=layer.out_bias, target=target)
+    x, normed, scores = norm_and_score(*given, bias=layer.out_bias, form=form, target=target)
     update = routed_experts(
         normed,
         scores,
         Routing(num_experts=own.num_experts, top_k=own.top_k, normalize=own.normalize),
-        ExpertWeights(*layer.experts, layer.gate_up_bias, layer.down_bias),
+        weights,
         bias=layer.router_bias,
         shared=None if layer.shared is None else ExpertWeights(*layer.shared),
         active=active,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import tables
+from jaxserve_kernels.add_rms_norm import add_rms_norm, add_rms_norm_twice
 from jaxserve_kernels.experts import (
     ExpertActivation,
     ExpertWeights,
@@ -19,12 +20,15 @@ from jaxserve_kernels.experts import (
     experts,
     hopper,
     route,
+    token_format,
     triton_streaming,
 )
 from jaxserve_kernels.experts import triton as kernels
 from jaxserve_kernels.experts.config import Config, Launch, choose, choose_streaming
 from jaxserve_kernels.experts.triton_route import order
 from jaxserve_kernels.matmul import linear
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, QuantizedTokens
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
 from tests.emulated.weights import WEIGHTS
@@ -368,3 +372,41 @@ def test_many_tokens_in_e4m3_on_hopper(name: str, embed: int, width: int, small:
         rounded += out * jnp.sum(jnp.where(ids == expert, factors, 0), axis=-1, keepdims=True)
     assert relative_error(summed(found), rounded) < 3e-2
     assert relative_error(summed(found), expected(x, ids, factors, w)) < 5e-2
+
+
+@pytest.mark.parametrize(("name", "embed"), [
+    ("fp8", 256), ("fp8-blocks", 256), ("int4", 256), ("mxfp4", 256), ("int4", 320), ("mxfp4", 320),
+])  # fmt: skip
+def test_a_norm_writes_what_the_experts_and_the_router_read(name: str, embed: int) -> None:
+    """Both are, bit for bit, what a norm and a kernel that quantises its tokens write. A weight may
+    have more inputs than tokens have."""
+    target = gpu(90, multiprocessors=3)
+    x, ids, weights, w = made(170, WEIGHTS[name], embed=embed, width=192)
+    update = jnp.asarray(np.random.default_rng(1).standard_normal((2, *x.shape)), jnp.float32)
+    norm = jnp.linspace(0.5, 2, embed, dtype=jnp.bfloat16)
+    form = token_format(x, K, w, target=target)
+    assert form is not None
+    own = x, update, norm, 1e-6
+    _, plain = add_rms_norm(*own, target=target)
+    _, found = add_rms_norm_twice(*own, form, target=target)
+    assert isinstance(found, BothForms) and not isinstance(plain, BothForms | QuantizedTokens)
+    expected = quantized(plain, form, target=target)
+    np.testing.assert_array_equal(bits(found.plain), bits(plain))
+    for one, other in zip(found.quantized, expected, strict=True):
+        np.testing.assert_array_equal(bits(one)[:170], bits(other)[:170])
+    given, again = (
+        hopper.experts(each, ids, weights, w, "silu", target=target) for each in (found, plain)
+    )
+    np.testing.assert_array_equal(bits(given), bits(again))
+
+
+def test_experts_of_plain_tokens_have_no_other_form() -> None:
+    target = gpu(90, multiprocessors=3)
+    for tokens, name in ((170, "bf16"), (20, "int4")):
+        x, _, _, w = made(tokens, QUANTIZE[name])
+        assert token_format(x, K, w, target=target) is None
+
+
+def bits(x: Any) -> Any:
+    found = np.asarray(x)
+    return found.view(f"u{found.dtype.itemsize}")

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxserve_kernels.add_rms_norm import reference
 from jaxserve_kernels.op import Implementation, Op, Refusal, anything, on_kernels
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, QuantizedTokens, TokenFormat
 from jaxserve_kernels.target import Target
 
 
@@ -30,7 +30,21 @@ def add_rms_norm(
         which returns one only where kernels run). The result equals norming, then quantising.
       bias: that of the product whose partial sums `update` has.
     """
-    return _OP(x, update, weight, bias, eps=eps, form=form, target=target)
+    return _OP(x, update, weight, bias, eps=eps, form=form, both=False, target=target)
+
+
+def add_rms_norm_twice(
+    x: Array,
+    update: Array | None,
+    weight: Array,
+    eps: float,
+    form: TokenFormat | None,
+    *,
+    bias: Array | None = None,
+    target: Target,
+) -> tuple[Array, Array | BothForms]:
+    """`add_rms_norm` for two readers, of which one takes plain tokens."""
+    return _OP(x, update, weight, bias, eps=eps, form=form, both=True, target=target)
 
 
 def _configure(
@@ -50,11 +64,13 @@ def _kernel(
     *,
     eps: float,
     form: Any,
+    both: bool,
     target: Target,
 ) -> Any:
     from jaxserve_kernels.add_rms_norm import triton  # needs Triton: only for GPUs
 
-    return triton.add_rms_norm(x, update, weight, eps, form, bias=bias, target=target)
+    own = x, update, weight, eps, form
+    return triton.add_rms_norm(*own, bias=bias, both=both, target=target)
 
 
 def _definition(

@@ -16,7 +16,7 @@ import triton.language as tl
 from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, QuantizedTokens, TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, store_quantized
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
@@ -121,6 +121,27 @@ def _quantizing(
     )  # fmt: skip
 
 
+@triton.jit
+def _also_quantizing(
+    x_ptr, update_ptr, weight_ptr, bias_ptr, padded,
+    total_ptr, out_ptr, codes_ptr, scale_ptr, sum_ptr,
+    embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
+    ORDER: tl.constexpr, INPUTS: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    normed = add_and_norm(
+        x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, False,
+    )  # fmt: skip
+    token = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    tl.store(out_ptr + token.to(tl.int64) * embed + column, normed, mask=column < embed)
+    store_quantized(
+        normed.to(tl.float32), token, padded, codes_ptr, scale_ptr, sum_ptr, INPUTS, GROUP, ORDER,
+        BESIDE,
+    )  # fmt: skip
+
+
 def programs_of(embed: int) -> int:
     """Programs that share a row: the fewest that have the smallest block, in pieces that can be
     loaded 16 bytes at a time."""
@@ -136,8 +157,9 @@ def add_rms_norm(
     form: TokenFormat | None = None,
     *,
     bias: Array | None = None,
+    both: bool = False,
     target: Target,
-) -> tuple[Array, Array | QuantizedTokens]:
+) -> tuple[Array, Array | QuantizedTokens | BothForms]:
     """See `add_rms_norm.api`: one program for each token, or a cluster."""
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -164,6 +186,18 @@ def add_rms_norm(
             CLUSTER=cluster,
             **launch,
         )  # fmt: skip
+    if both:
+        inputs_of_reader = form.inputs or embed
+        total, normed, *quantized = triton_call(
+            *inputs, form.padded,
+            kernel=_also_quantizing,
+            name="add_rms_norm_also_quantizing",
+            target=target,
+            out_type=(row, row, *out_types(tokens, inputs_of_reader, form)),
+            GROUP=form.group, ORDER=form.order.value, INPUTS=inputs_of_reader, BESIDE=form.beside,
+            **launch,
+        )  # fmt: skip
+        return total, BothForms(normed, QuantizedTokens(*quantized))
     total, *quantized = triton_call(
         *inputs, form.padded,
         kernel=_quantizing,

@@ -70,7 +70,9 @@ def most_blocks(ids: Array, experts: int, tokens: int) -> int:
     return alone + (pairs - alone) // tokens
 
 
-def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Refusal | None:
+def hopper_refuses(
+    x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
+) -> Refusal | None:
     """Returns why `hopper` cannot take x [tokens, embed] and ids [tokens, k]; None if it can."""
     if target.pdl:
         return Refusal("not with programmatic dependent launch")
@@ -85,6 +87,19 @@ def hopper_refuses(x: Array, ids: Array, w: ExpertWeights, *, target: Target) ->
     if x.shape[1] % 64 or w.width % 64:
         return Refusal("not whole tiles of 64 inputs")
     return _not_on_hopper(w.gate_up) or _not_on_hopper(w.down)
+
+
+def reads_bytes(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> bool:
+    """Whether gate and up of x [tokens, embed] read tokens in e4m3."""
+    if not target.uses_triton() or not target.runs_hopper_kernels():
+        return False
+    ids = jax.ShapeDtypeStruct((x.shape[0], top_k), jnp.int32)
+    found = stacked(w.gate_up)
+    return (
+        found is not None
+        and tokens_in_bytes(found)
+        and hopper_refuses(x, ids, w, target=target) is None
+    )
 
 
 def tokens_in_bytes(weight: Stacked) -> bool:

@@ -50,6 +50,7 @@ from jaxserve_kernels.experts.types import (
     Stacked,
     stacked,
 )
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, plain
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
 from jaxserve_kernels.target import Target
@@ -214,7 +215,7 @@ def _program(
 
 
 def experts(
-    x: Array,
+    x: Array | BothForms,
     ids: Array,
     weights: Array,
     w: ExpertWeights,
@@ -250,7 +251,7 @@ def experts(
 
 
 def _product(
-    x: Array,
+    x: Array | BothForms,
     weight: Array,
     bias: Array | None,
     *,
@@ -268,13 +269,18 @@ def _product(
     assert found is not None, f"no kernel knows {type(weight)}"
     _, scale, zero = found.arrays
     blocks, order, weights, tokens = lists
-    own, token_scale, bits = x, scale, 16
+    own, token_scale, bits = plain(x), scale, 16
     if found.operand is None:
         constants: dict[str, Any] = {"KIND": PLAIN.value, "GROUP": k, "ZERO": 0, "STAGES": 4}
     else:
         constants = {**found.operand.constants, "STAGES": 3}
     if tokens_in_bytes(found):
-        own, token_scale, _ = quantized(x, token_format(found, x.shape[0], k), target=target)
+        in_bytes = (
+            x.quantized
+            if isinstance(x, BothForms)
+            else quantized(x, token_format(found, x.shape[0], k), target=target)
+        )
+        own, token_scale, _ = in_bytes
         constants["STAGES"], bits = 4, 8
     tile = _tile(found, k, boxes)
     size = tile.parts * tile.own

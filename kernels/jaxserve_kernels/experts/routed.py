@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.add_rms_norm import add_rms_norm_twice
 from jaxserve_kernels.experts.api import configure_streaming, experts, route
 from jaxserve_kernels.experts.config import Config, limits_of
 from jaxserve_kernels.experts.few_config import refuses, scoring_refuses, unlike_the_others
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.matmul import as_read, gated_linear, linear
 from jaxserve_kernels.op import Implementation, Op, Refusal, anything
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, TokenFormat, plain
 from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
 
@@ -34,19 +34,23 @@ def norm_and_score(
     router: Array,
     *,
     bias: Array | None = None,
+    form: TokenFormat | None = None,
     target: Target,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array | BothForms, Array]:
     """`add_rms_norm`, then the router's scores: the normed tokens times router [rows, embed].
+
+    Args:
+      form: the 8-bit format in which the experts read the normed tokens (`token_format`).
 
     Returns:
       x and the normed tokens, both [tokens, embed]; and the scores, float32 [parts, tokens, rows],
       partial sums like those of `matmul.linear`.
     """
-    return _SCORE(x, update, weight, router, bias, eps=eps, target=target)
+    return _SCORE(x, update, weight, router, bias, eps=eps, form=form, target=target)
 
 
 def routed_experts(
-    x: Array,
+    x: Array | BothForms,
     scores: Array,
     routing: Routing,
     w: ExpertWeights,
@@ -91,9 +95,10 @@ def _configure_score(
     return scoring_refuses(x, update, router, target=target)
 
 
-def _score(_: None, *args: Any, **options: Any) -> Any:
+def _score(_: None, *args: Any, form: TokenFormat | None, **options: Any) -> Any:
     from jaxserve_kernels.experts import triton_score  # needs Triton: only for GPUs
 
+    assert form is None, "few tokens are plain"
     return triton_score.norm_and_score(*args, **options)
 
 
@@ -106,11 +111,11 @@ def _score_apart(
     bias: Array | None,
     *,
     eps: float,
+    form: TokenFormat | None,
     target: Target,
-) -> tuple[Array, Array, Array]:
-    x, normed = add_rms_norm(x, update, weight, eps, bias=bias, target=target)
-    normed = plain(normed)
-    return x, normed, linear(normed, router, jnp.float32, target=target)
+) -> tuple[Array, Array | BothForms, Array]:
+    x, normed = add_rms_norm_twice(x, update, weight, eps, form, bias=bias, target=target)
+    return x, normed, linear(plain(normed), router, jnp.float32, target=target)
 
 
 def _configure_experts(
@@ -180,7 +185,7 @@ def _streaming(
 
 def _apart(
     _: None,
-    x: Array,
+    x: Array | BothForms,
     scores: Array,
     w: ExpertWeights,
     bias: Array | None,
@@ -196,7 +201,7 @@ def _apart(
     if shared is None:
         return update
     assert activation != "swiglu_oss"
-    gated = gated_linear(x, shared.gate_up, activation=activation, target=target)
+    gated = gated_linear(plain(x), shared.gate_up, activation=activation, target=target)
     every = linear(gated, shared.down, target=target)
     own = update, every, scores
     return add_shared_expert(*own, column=routing.num_experts, dtype=x.dtype, target=target)

@@ -40,12 +40,32 @@ class QuantizedTokens(NamedTuple):
         return jnp.dtype(jnp.bfloat16)
 
 
-def plain(x: Array | QuantizedTokens) -> Array:
+class BothForms(NamedTuple):
+    """Tokens for several readers, of which some take 8 bits."""
+
+    plain: Array
+    """[tokens, k]"""
+    quantized: QuantizedTokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[tokens, k]"""
+        return self.plain.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the plain tokens."""
+        return self.plain.dtype
+
+
+def plain(x: Array | QuantizedTokens | BothForms) -> Array:
     """x, for a product that does not read 8 bits.
 
     Raises:
-      TypeError: x is in 8 bits.
+      TypeError: x is in 8 bits only.
     """
+    if isinstance(x, BothForms):
+        return x.plain
     if isinstance(x, QuantizedTokens):
         raise TypeError("a product was given tokens in 8 bits, but reads plain ones")
     return x
