@@ -138,7 +138,7 @@ def tapped_forward(
     """Does the same as `forward`. Also returns the hidden states [tokens, embed] after each layer
     in `taps`, which are in order and do not include the last layer."""
     x, normed, tables = _begin(params, tokens, spec)
-    layers = layer_views(params.layers)
+    layers = layer_views(params.layers, copies=target.uses_triton())
     run = functools.partial(_run_layers, tile_size=tile_size, target=target, taps=taps)
     norms = _next_norms(layers)
     x, normed, kv, tapped = run(layers[:-1], norms, x, normed, kv, tables, tokens, spec)
@@ -226,7 +226,8 @@ def _decode_layers(
 ) -> tuple[Array, Caches, tuple[Array, ...]]:
     """Runs all layers on x [tokens, embed] and its norm. Returns the final norm, caches and
     taps."""
-    layers = layer_views(stack)
+    # In a chain, kernels take an address in the stack.
+    layers = layer_views(stack, copies=target.uses_triton() and not target.pdl)
     next_norms = [*_next_norms(layers), Norm(final_norm)]
     run = functools.partial(_run_layers, tile_size=1, target=target, taps=taps)
     _, last, kv, tapped = run(layers, next_norms, x, normed, kv, tables, tokens, spec)
@@ -235,7 +236,12 @@ def _decode_layers(
 
 def _next_norms(layers: Sequence[Layer]) -> list[Norm]:
     """Returns the norm after each layer except the last."""
-    return [Norm(layer.attention_norm, layer.qkv) for layer in layers[1:]]
+    return [
+        Norm(layer.attention_norm, layer.qkv)
+        if layer.delta is None
+        else Norm(layer.attention_norm, layer.delta.in_proj, twice=True)
+        for layer in layers[1:]
+    ]
 
 
 def _run_layers(

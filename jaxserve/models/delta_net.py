@@ -22,7 +22,7 @@ from jaxserve_kernels.gated_delta_rule import (
     gated_delta_rule,
     rule_outputs,
 )
-from jaxserve_kernels.matmul import QuantizedTokens, linear, plain, sum_parts
+from jaxserve_kernels.matmul import BothForms, QuantizedTokens, linear, plain, sum_parts
 from jaxserve_kernels.recurrent_state import RecurrentState, RecurrentStep
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Weight
@@ -103,7 +103,7 @@ def input_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 def mix(
     weights: DeltaNet,
-    normed: Array | QuantizedTokens,
+    normed: Array | QuantizedTokens | BothForms,
     state: RecurrentState | Unsettled,
     layer: int,
     step: RecurrentStep,
@@ -122,7 +122,8 @@ def mix(
     Returns:
       [tokens, values] in the dtype of activations, and state.
     """
-    projected, x = linear(normed, weights.in_proj, target=target), plain(normed)
+    read = normed.quantized if isinstance(normed, BothForms) else normed
+    projected, x = linear(read, weights.in_proj, target=target), plain(normed)
     if isinstance(state, Unsettled):
         assert layer == len(state.inputs)
         gates = linear(x, weights.in_gates, jnp.float32, target=target)

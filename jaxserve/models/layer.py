@@ -14,13 +14,14 @@ from jaxserve.models import attention, delta_net
 from jaxserve.models.delta_net import Unsettled
 from jaxserve.models.layer_weights import Layer
 from jaxserve.models.rope import RopeTables
-from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.add_rms_norm import add_rms_norm, add_rms_norm_twice
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
 from jaxserve_kernels.experts import token_format as experts_token_format
 from jaxserve_kernels.gated_attention import gated_attention
 from jaxserve_kernels.kv_format import KV, AttentionStep, attend
 from jaxserve_kernels.matmul import (
+    BothForms,
     QuantizedTokens,
     add_linear,
     gated_linear,
@@ -41,16 +42,17 @@ def paged(kv: Caches) -> tuple[KV, ...]:
     return tuple(each for each in kv if not isinstance(each, RecurrentState | Unsettled))
 
 
-type Normed = Array | QuantizedTokens
+type Normed = Array | QuantizedTokens | BothForms
 """Tokens after a norm [tokens, embed], in the form that the next product reads."""
 
 
 class Norm(NamedTuple):
-    """A norm's weight; and the matrix that reads the norm's output, if only one does and its input
-    format matters."""
+    """A norm's weight; and the matrix that reads the norm's output, if its input format matters."""
 
     weight: Array
     reader: Weight | None = None
+    twice: bool = False
+    """Whether another product reads the output, too, as plain tokens."""
 
 
 class StepTokens(NamedTuple):
@@ -113,6 +115,7 @@ def mix(
         mixed, cache = delta_net.mix(*own, target=target)
         return mixed, (*kv[:group], cache)
     assert layer.qkv is not None
+    assert not isinstance(normed, BothForms)
     qkv = linear(normed, layer.qkv, target=target)
     call = attend
     if attention.has_prologue(spec):
@@ -153,7 +156,8 @@ def feed_forward(
     form = token_format(next_norm.reader, x.shape[0], x.dtype, target=target)
     own = (x, update, next_norm.weight, spec.norm_eps, form)
     bias = layer.down_bias if layer.experts is None else None
-    return add_rms_norm(*own, bias=bias, target=target)
+    norm = add_rms_norm_twice if next_norm.twice else add_rms_norm
+    return norm(*own, bias=bias, target=target)
 
 
 def _dense(

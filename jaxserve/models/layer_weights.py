@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -139,15 +140,53 @@ def stacked_layers(layers: tuple[Layer, ...]) -> Layers:
     return {tuple(numbers): stack(numbers) for numbers in kinds.values()}
 
 
-def layer_views(layers: Layers) -> tuple[Layer, ...]:
-    """Returns the layers one by one. XLA reads a stacked weight in place at its layer's offset."""
+def layer_views(layers: Layers, *, copies: bool = False) -> tuple[Layer, ...]:
+    """Returns the layers one by one. XLA reads a stacked weight in place at its layer's offset.
+
+    Args:
+      copies: what XLA would copy or pad in each layer is copied once for all of them. Vectors may
+        then be longer than what they belong to, and a router may have more rows; what is past
+        their ends is not read.
+    """
     if isinstance(layers, tuple) and not isinstance(layers, Layer):
         return layers
     if isinstance(layers, Layer):
         layers = {tuple(range(layers.attention_norm.shape[0])): layers}
     views: dict[int, Layer] = {}
     for numbers, stack in layers.items():
-        leaves, tree = jax.tree.flatten(stack)
+        leaves, tree = jax.tree.flatten(_copied(stack) if copies else stack)
         for place, number in enumerate(numbers):
             views[number] = tree.unflatten(leaf[place] for leaf in leaves)
     return tuple(views[number] for number in range(len(views)))
+
+
+_IN_PLACE = 256
+"""Bytes of which an address is a multiple if XLA gives a slice to a kernel without a copy."""
+_ROWS = 8
+"""Rows of which XLA pads a product's weight to a multiple."""
+
+
+def _copied(stack: Layer) -> Layer:
+    """A stack whose layers XLA reads in place."""
+    names = "attention_norm", "mlp_norm", "out_bias", "router_bias", "sinks"
+    vectors = {name: _lengthened(getattr(stack, name)) for name in names}
+    found = stack._replace(**vectors)
+    if (delta := stack.delta) is not None:
+        longer = {"a_log": _lengthened(delta.a_log), "dt_bias": _lengthened(delta.dt_bias)}
+        found = found._replace(delta=delta._replace(**longer))
+    if (router := stack.router) is not None and (rows := -router.shape[1] % _ROWS):
+        padded = jnp.pad(router, ((0, 0), (0, rows), (0, 0)))
+        found = found._replace(router=jax.lax.optimization_barrier(padded))
+    return found
+
+
+def _lengthened(vectors: Array | None) -> Array | None:
+    """Vectors [layers, size], all at multiples of `_IN_PLACE` bytes."""
+    if vectors is None or vectors.shape[0] == 1:
+        return vectors
+    itemsize = vectors.dtype.itemsize
+    padding = -vectors.shape[1] * itemsize % _IN_PLACE // itemsize
+    if not padding:
+        return vectors
+    # Without a barrier XLA slices the weight itself.
+    return jax.lax.optimization_barrier(jnp.pad(vectors, ((0, 0), (0, padding))))

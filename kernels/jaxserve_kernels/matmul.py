@@ -14,6 +14,7 @@ from jaxserve_kernels import dense_matmul, quantized_matmul
 from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.dense_matmul import gated
 from jaxserve_kernels.dense_matmul import sum_parts as sum_parts
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms as BothForms
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens as QuantizedTokens
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import plain as plain

@@ -28,6 +28,7 @@ def add_rms_norm(
       update: None if x already includes it (`matmul.add_linear`).
       form: the 8-bit format in which the reader takes the normed tokens (`matmul.token_format`,
         which returns one only where kernels run). The result equals norming, then quantising.
+      weight, bias: [embed] or longer.
       bias: that of the product whose partial sums `update` has.
     """
     return _OP(x, update, weight, bias, eps=eps, form=form, both=False, target=target)
@@ -84,6 +85,7 @@ def _definition(
     **__: Any,
 ) -> tuple[Array, Array]:
     """Returns unquantised tokens whatever `form` is: products accept both."""
+    weight, bias = weight[: x.shape[1]], bias if bias is None else bias[: x.shape[1]]
     if update is None:
         return x, reference.rms_norm(x, weight, eps)
     return reference.add_rms_norm(x, update, weight, eps, bias)

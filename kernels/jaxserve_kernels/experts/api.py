@@ -98,6 +98,7 @@ def _definition_routes(
     routing: Routing,
     target: Target,
 ) -> Routes:
+    bias = bias if bias is None else bias[: routing.num_experts]
     return Routes(*reference.route(logits, routing, bias, active), None)
 
 

@@ -51,8 +51,8 @@ class RuleTokens(NamedTuple):
 class RuleWeights(NamedTuple):
     """Weights of a layer's heads."""
 
-    a_log: Array  # float32 [value_heads]
-    dt_bias: Array  # float32 [value_heads]
+    a_log: Array  # float32 [value_heads], or longer
+    dt_bias: Array  # float32 [value_heads], or longer
     norm: Array  # [value_dim]
 
 
@@ -93,7 +93,7 @@ def inputs(qkv: Array, gates: Array, a_log: Array, dt_bias: Array, heads: Heads)
         of_keys(q) * heads.key_dim**-0.5,
         of_keys(k),
         v.reshape(*leading, heads.value_heads, heads.value_dim),
-        -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias),
+        -jnp.exp(a_log[: heads.value_heads]) * jax.nn.softplus(a + dt_bias[: heads.value_heads]),
         jax.nn.sigmoid(b),
     )
 

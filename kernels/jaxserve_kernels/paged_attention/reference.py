@@ -77,8 +77,9 @@ def paged_attention(
         numbers; the content of those pages does not matter.
       tiles: the query tiles.
       tile_size: the most tokens in a tile (`tiles.decode_rows` have at most one).
-      sinks: [q_heads], unscaled scores that join the softmax of every token with a value vector of
-        0, so that a head may attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al. 2023).
+      sinks: [q_heads] or longer, unscaled scores that join the softmax of every token with a value
+        vector of 0, so that a head may attend to nothing (gpt-oss, arXiv 2508.10925; Xiao et al.
+        2023).
       window: number of keys that a token sees; None: all. Entries of pages before the windows of a
         tile must be valid page numbers too.
 
@@ -172,7 +173,8 @@ class Softmax(NamedTuple):
         if sinks is None:
             lowest = jnp.full(shape[:-1], jnp.finfo(jnp.float32).min)
             return cls(lowest, jnp.zeros(shape[:-1]), jnp.zeros(shape))
-        of_heads = sinks.astype(jnp.float32).reshape(shape[1], shape[2], 1)
+        heads = shape[1] * shape[2]
+        of_heads = sinks[:heads].astype(jnp.float32).reshape(shape[1], shape[2], 1)
         return cls(jnp.broadcast_to(of_heads, shape[:-1]), jnp.ones(shape[:-1]), jnp.zeros(shape))
 
     def add(self, scores: Array, values: Array) -> Softmax:
