@@ -182,6 +182,7 @@ def inspect(
         "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
         "kv_copies": sum(len(re.findall(rf"\[{shape}\]\S* copy\(", text)) for shape in kv_shapes),
         "calls_with_input": sum(map(_reads_input, text[text.index("\nENTRY") :].splitlines())),
+        "weight_copies": len(_WEIGHT_COPY.findall(text)),
         "adding_products": len(re.findall(r'custom-call.*"beta":1', text)),
         "table_copies": len(re.findall(rf"\[{counts}\]\S* copy\(", text)),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states)),
@@ -190,6 +191,10 @@ def inspect(
         "written_to_results": results.count(" value: ") - 1,
         "scratch_bytes": memory.temp_size_in_bytes,
     }
+
+
+_WEIGHT_COPY = re.compile(r" fusion\(%params_layers[^,)]*\), kind=kLoop")
+"""A kernel that reads a weight of the layers, and nothing else."""
 
 
 def _reads_input(line: str) -> bool:

@@ -71,6 +71,34 @@ def test_layers_of_each_kind_are_stacked(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "copied_names"), [
+    ("gpt_oss", {"router_bias", "sinks"}),
+    ("the same with experts", {"a_log", "dt_bias", "router"}),
+])  # fmt: skip
+def test_views_with_copies_are_the_same_model(name: str, copied_names: set[str]) -> None:
+    """Vectors are longer, at multiples of 256 bytes, and routers have multiples of eight rows."""
+    spec = registry.spec_of(json.loads((GOLDEN / "gpt_oss" / "config.json").read_text()))
+    if name in KINDS:
+        spec = replace(KINDS[name], layers=KINDS[name].layers * 2)
+    params = dummy_params(decoder.abstract(spec, jnp.float32, stacked=True), seed=3)
+    copied = layer_views(params.layers, copies=True)
+    longer = {
+        jax.tree_util.keystr(path[-1:]).strip(".")
+        for (path, one), (_, other) in zip(
+            jax.tree_util.tree_leaves_with_path(copied),
+            jax.tree_util.tree_leaves_with_path(layer_views(params.layers)),
+            strict=True,
+        )
+        if one.shape != other.shape
+    }
+    assert longer == copied_names
+    tokens = np.random.default_rng(0).integers(0, spec.vocab_size, 40).astype(np.int32)
+    np.testing.assert_array_equal(
+        logits_in_chunks(Golden(name, spec, params._replace(layers=copied), {}), tokens, 24),
+        logits_in_chunks(Golden(name, spec, params, {}), tokens, 24),
+    )
+
+
 def test_a_checkpoint_loads_into_the_stacks_of_each_kind() -> None:
     spec, folder = KINDS["experts in some"], GOLDEN / "qwen3_moe_mixed"
     checkpoint, rules = open_checkpoint(folder), registry.rules(spec)
