@@ -25,7 +25,8 @@ def conv_and_gates(operands: Operands, layer: int, *, target: Target) -> tuple[A
       layer: index into the first axis of the state.
 
     Returns:
-      y [tokens, channels], the gates float32 [parts, tokens, rows] as partial sums, and the state.
+      y [tokens, channels]; the gates [parts, tokens, rows], partial sums in float32 or one part in
+      x's dtype, to which the rule rounds their sum; and the state.
     """
     return _BOTH(operands, layer=layer, target=target)
 
@@ -44,7 +45,9 @@ def _apart(
     _: None, operands: Operands, *, layer: int, target: Target
 ) -> tuple[Array, Array, Array]:
     x, projected, gates, weight, state, step = operands
-    scores = linear(x, gates, jnp.float32, target=target)
+    # Outside a chain XLA would round the sums in a kernel of its own.
+    rounded = target.uses_triton() and not target.pdl
+    scores = linear(x, gates, None if rounded else jnp.float32, target=target)
     mixed, kept = causal_conv(projected, weight, state, layer, step, target=target)
     return mixed, scores, kept
 
