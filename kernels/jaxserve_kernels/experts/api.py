@@ -33,7 +33,7 @@ from jaxserve_kernels.op import (
     anything,
     on_kernels,
 )
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, TokenFormat, plain
 from jaxserve_kernels.target import Target
 
 
@@ -113,8 +113,8 @@ def _configure(
 def _kernels(config: Config, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton  # needs Triton: only for GPUs
 
-    *own, order = args
-    return triton.experts(*own, order=order, config=config, **options)
+    x, *own, order = args
+    return triton.experts(plain(x), *own, order=order, config=config, **options)
 
 
 def configure_streaming(
@@ -137,8 +137,8 @@ def _configure_streaming(
 def _streaming(config: Config, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
 
-    *own, order = args
-    return triton_streaming.experts(*own, order=order, config=config, **options)
+    x, *own, order = args
+    return triton_streaming.experts(plain(x), *own, order=order, config=config, **options)
 
 
 def _configure_hopper(
@@ -160,7 +160,7 @@ def _hopper(_: None, *args: Any, **options: Any) -> Array:
 
 def _definition(
     _: None,
-    x: Array,
+    x: Array | BothForms,
     ids: Array,
     weights: Array,
     w: ExpertWeights,
@@ -169,7 +169,7 @@ def _definition(
     activation: ExpertActivation,
     target: Target,
 ) -> Array:
-    return reference.experts(x, ids, weights, w, activation)
+    return reference.experts(plain(x), ids, weights, w, activation)
 
 
 _ROUTE = Op(

@@ -38,7 +38,7 @@ from jaxserve_kernels.experts import triton_route
 from jaxserve_kernels.experts.config import has_small_tiles, most_blocks, tokens_in_bytes
 from jaxserve_kernels.experts.hopper_blocks import blocks_of, layout, token_format
 from jaxserve_kernels.experts.hopper_copy import GATHERERS, PANEL, copy, ring
-from jaxserve_kernels.experts.hopper_lists import BOX, DOWN, MAIN, room_for_lists
+from jaxserve_kernels.experts.hopper_lists import BOX, DOWN, room_for_lists
 from jaxserve_kernels.experts.hopper_results import room
 from jaxserve_kernels.experts.hopper_sums import PLAIN
 from jaxserve_kernels.experts.hopper_tiles import LEAST, multiply
@@ -76,7 +76,7 @@ SCALING = Tile(2, 128)
 CONVERTING = Tile(2, 64)
 """Of 8-bit codes that become bfloat16: those of 128 rows need more registers than there are."""
 SMALL = Tile(2, 64, programs=2, registers=80)
-MOST, MOST_SMALL = MAIN // BOX + 1, 3
+MOST, MOST_SMALL = 5, 3
 """The most boxes of tokens of a tile."""
 _MOST_SMALL = gl.constexpr(MOST_SMALL)
 _BOX = gl.constexpr(BOX)

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-MAIN, BOX = 128, 32
-"""Tokens of a tile, and tokens of one copy (a box). A tile may have one box more than MAIN."""
+BOX = 32
+"""Tokens of one copy. A tile has an even number of such boxes and perhaps another one."""
 _BOX = gl.constexpr(BOX)
 DOWN = gl.constexpr(0)
 """GATED of the down product, beside the values of `activation.gating` and `OSS`."""
