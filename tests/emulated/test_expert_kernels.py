@@ -20,11 +20,13 @@ from jaxserve_kernels.experts import (
     experts,
     hopper,
     route,
+    routed_experts,
     token_format,
     triton_streaming,
 )
 from jaxserve_kernels.experts import triton as kernels
 from jaxserve_kernels.experts.config import Config, Launch, choose, choose_streaming
+from jaxserve_kernels.experts.routed import _read_by_shared
 from jaxserve_kernels.experts.triton_route import order
 from jaxserve_kernels.matmul import linear
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, QuantizedTokens
@@ -414,3 +416,22 @@ def test_experts_of_plain_tokens_have_no_other_form() -> None:
 def bits(x: Any) -> Any:
     found = np.asarray(x)
     return found.view(f"u{found.dtype.itemsize}")
+
+
+@pytest.mark.parametrize(("name", "read"), [("fp8", QuantizedTokens), ("int4", jax.Array)])
+def test_the_shared_expert_reads_the_experts_tokens_if_it_can(name: str, read: type) -> None:
+    """Those of int4 have their sums beside the codes, in dense products apart."""
+    target = gpu(90, multiprocessors=3)
+    x, _, _, w = made(256, WEIGHTS[name])
+    shared = ExpertWeights(*(jax.tree.map(lambda leaf: leaf[-1], each) for each in w[:2]))
+    form = token_format(x, K, w, target=target)
+    assert form is not None
+    found = BothForms(x, quantized(x, form, target=target))
+    assert isinstance(_read_by_shared(found, shared, w, K, "silu", target), read)
+    scores = jnp.asarray(np.random.default_rng(2).standard_normal((1, 256, EXPERTS + 1)))
+    routing = Routing(num_experts=EXPERTS, top_k=K)
+    given, again = (
+        routed_experts(each, scores.astype(jnp.float32), routing, w, shared=shared, target=target)
+        for each in (found, x)
+    )
+    np.testing.assert_array_equal(bits(given), bits(again))

@@ -14,14 +14,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxserve_kernels import matmul
+from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.add_rms_norm import add_rms_norm_twice
-from jaxserve_kernels.experts.api import configure_streaming, experts, route
+from jaxserve_kernels.experts.api import configure_streaming, experts, route, token_format
 from jaxserve_kernels.experts.config import Config, limits_of
 from jaxserve_kernels.experts.few_config import refuses, scoring_refuses, unlike_the_others
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.matmul import as_read, gated_linear, linear
 from jaxserve_kernels.op import Implementation, Op, Refusal, anything
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, TokenFormat, plain
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
+    BothForms,
+    QuantizedTokens,
+    TokenFormat,
+    plain,
+)
 from jaxserve_kernels.shared_expert import add_shared_expert
 from jaxserve_kernels.target import Target
 
@@ -201,10 +208,30 @@ def _apart(
     if shared is None:
         return update
     assert activation != "swiglu_oss"
-    gated = gated_linear(plain(x), shared.gate_up, activation=activation, target=target)
+    read = _read_by_shared(x, shared, w, routing.top_k, activation, target)
+    gated = gated_linear(read, shared.gate_up, activation=activation, target=target)
     every = linear(gated, shared.down, target=target)
     own = update, every, scores
     return add_shared_expert(*own, column=routing.num_experts, dtype=x.dtype, target=target)
+
+
+def _read_by_shared(
+    x: Array | BothForms,
+    shared: ExpertWeights,
+    w: ExpertWeights,
+    top_k: int,
+    activation: Activation,
+    target: Target,
+) -> Array | QuantizedTokens:
+    """The tokens in the experts' 8-bit form, if the shared expert reads the same."""
+    if isinstance(x, BothForms):
+        form = matmul.token_format(
+            shared.gate_up, x.shape[0], x.dtype, gated=True, activation=activation, target=target
+        )
+        theirs = token_format(x.plain, top_k, w, target=target)
+        if form is not None and form._replace(inputs=x.shape[1]) == theirs:
+            return x.quantized
+    return plain(x)
 
 
 _SCORE = Op(
