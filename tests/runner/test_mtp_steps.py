@@ -245,5 +245,5 @@ def assert_as_alone(served: Served, accepted: int) -> None:
 
     check()
     assert COMPILES.count == before, "something was compiled while serving"
-    assert counts["ahead"] > 20 and counts["hits"] > 20 and counts["preemptions"] > 2, counts
+    assert counts["ahead"] > 20 and counts["hits"] > 20 and counts["preemptions"] > 0, counts
     assert counts["accepted"] > accepted, counts
