@@ -26,10 +26,10 @@ def add_rms_norm(
 
     Args:
       update: None if x already includes it (`matmul.add_linear`).
+      weight: [embed] or longer.
       form: the 8-bit format in which the reader takes the normed tokens (`matmul.token_format`,
         which returns one only where kernels run). The result equals norming, then quantising.
-      weight, bias: [embed] or longer.
-      bias: that of the product whose partial sums `update` has.
+      bias: that of the product whose partial sums `update` has, [embed] or longer.
     """
     return _OP(x, update, weight, bias, eps=eps, form=form, both=False, target=target)
 

@@ -72,10 +72,13 @@ class Tile(NamedTuple):
 
 
 MULTIPLYING = Tile(1, 256)
+"""Of bfloat16, and of fp8 with a scale for each row."""
 SCALING = Tile(2, 128)
+"""Of 4-bit codes, and of fp8 with a scale for each block."""
 CONVERTING = Tile(2, 64)
 """Of 8-bit codes that become bfloat16: those of 128 rows need more registers than there are."""
 SMALL = Tile(2, 64, programs=2, registers=80)
+"""Of 4-bit codes with few tokens for each expert."""
 MOST, MOST_SMALL = 5, 3
 """The most boxes of tokens of a tile."""
 _MOST_SMALL = gl.constexpr(MOST_SMALL)
@@ -303,6 +306,7 @@ def _product(
 
 
 def _tile(weight: Stacked, inputs: int, boxes: int) -> Tile:
+    """How a weight is multiplied with tiles of up to `boxes` boxes of tokens."""
     known = weight.operand
     if known is None:
         return MULTIPLYING
