@@ -39,7 +39,6 @@ def compiled(
     elif name == "int8":
         tile = hopper.CONVERTING
     size = tile.parts * tile.own
-    step = size // 2 if gated else size
     box = (1, 8, 2, 8) if gated else (1, size // 64, 1, 64)
     of_rows = (1, size // 16, 2, 8) if gated else (1, size)
     if name in ("int4", "mxfp4", "fp8-blocks"):
@@ -66,8 +65,8 @@ def compiled(
     if in_bytes:
         inputs = padded + (2 * SUMS if name == "int4" else 0)
     constants = {
-        "count": 229, "columns": -(-n // step), "step": step,
-        "second": n if gated else 0, "rows": rows, "all_rows": 128 * rows, "n": n,
+        "count": 229, "columns": -(-n // (size // 2 if gated else size)),
+        "rows": rows, "all_rows": 128 * rows, "n": n,
         "inputs": inputs, "k": padded, "choices": 8, "BIAS": oss,
         "STAGES": 4 if plain or in_bytes else 3,
         "GATED": (3 if oss else 1) if gated else 0, "KIND": KINDS[name.removesuffix("-blocks")],

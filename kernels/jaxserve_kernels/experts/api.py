@@ -14,7 +14,6 @@ from jaxserve_kernels.experts.config import (
     choose_streaming,
     describe,
     hopper_refuses,
-    reads_bytes,
 )
 from jaxserve_kernels.experts.types import (
     ExpertActivation,
@@ -22,7 +21,6 @@ from jaxserve_kernels.experts.types import (
     Order,
     Routes,
     Routing,
-    stacked,
 )
 from jaxserve_kernels.op import (
     NO_KERNELS,
@@ -33,7 +31,7 @@ from jaxserve_kernels.op import (
     anything,
     on_kernels,
 )
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, TokenFormat, plain
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, plain
 from jaxserve_kernels.target import Target
 
 
@@ -65,22 +63,10 @@ def experts(
     tokens, and in x's dtype for many.
 
     Args:
-      x: with an 8-bit form only in the `token_format` of this call.
+      x: with an 8-bit form only in the `config.token_format` of this call.
       order: that of `route`, if it has one.
     """
     return _EXPERTS(x, ids, weights, w, order, activation=activation, target=target)
-
-
-def token_format(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> TokenFormat | None:
-    """Returns the 8-bit format in which the experts read x [tokens, embed], if they do. The kernel
-    that computes the tokens may write them in both forms (`BothForms`)."""
-    if not reads_bytes(x, top_k, w, target=target):
-        return None
-    from jaxserve_kernels.experts import hopper_blocks  # needs Triton: only for GPUs
-
-    weight = stacked(w.gate_up)
-    assert weight is not None
-    return hopper_blocks.token_format(weight, x.shape[0], w.gate_up.shape[2])
 
 
 def _kernel_routes(_: None, *args: Any, **options: Any) -> Routes:

@@ -12,7 +12,8 @@ from jax import Array
 from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
 from jaxserve_kernels.op import Refusal
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS, TokenFormat
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order as TokenOrder
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Kind, is_quantized
 
@@ -89,17 +90,26 @@ def hopper_refuses(
     return _not_on_hopper(w.gate_up) or _not_on_hopper(w.down)
 
 
-def reads_bytes(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> bool:
-    """Whether gate and up of x [tokens, embed] read tokens in e4m3."""
+def token_format(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> TokenFormat | None:
+    """Returns the 8-bit format in which the experts read x [tokens, embed], if they do. The kernel
+    that computes the tokens may write them in both forms (`BothForms`)."""
     if not target.uses_triton() or not target.runs_hopper_kernels():
-        return False
-    ids = jax.ShapeDtypeStruct((x.shape[0], top_k), jnp.int32)
-    found = stacked(w.gate_up)
-    return (
-        found is not None
-        and tokens_in_bytes(found)
-        and hopper_refuses(x, ids, w, target=target) is None
-    )
+        return None
+    found, ids = stacked(w.gate_up), jax.ShapeDtypeStruct((x.shape[0], top_k), jnp.int32)
+    if found is None or not tokens_in_bytes(found):
+        return None
+    if hopper_refuses(x, ids, w, target=target) is not None:
+        return None
+    return format_of(found, x.shape[0], w.gate_up.shape[2])
+
+
+def format_of(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
+    """The format of tokens in e4m3 that `hopper` reads beside a weight of `inputs` inputs."""
+    assert weight.operand is not None
+    orders = {Kind.FP8: TokenOrder.BYTES, Kind.MXFP4: TokenOrder.SWAPPED}
+    order = orders.get(weight.operand.kind, TokenOrder.INPUTS)
+    group = weight.operand.group if weight.operand.sums else 0
+    return TokenFormat(jnp.float8_e4m3fn, order, group, tokens, inputs=inputs, beside=group > 0)
 
 
 def tokens_in_bytes(weight: Stacked) -> bool:

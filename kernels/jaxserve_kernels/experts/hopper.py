@@ -35,8 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jaxserve_kernels.activation import gating
 from jaxserve_kernels.experts import triton_route
-from jaxserve_kernels.experts.config import has_small_tiles, most_blocks, tokens_in_bytes
-from jaxserve_kernels.experts.hopper_blocks import blocks_of, layout, token_format
+from jaxserve_kernels.experts.config import format_of, has_small_tiles, most_blocks, tokens_in_bytes
+from jaxserve_kernels.experts.hopper_blocks import blocks_of, layout
 from jaxserve_kernels.experts.hopper_copy import GATHERERS, PANEL, copy, ring
 from jaxserve_kernels.experts.hopper_lists import BOX, DOWN, room_for_lists
 from jaxserve_kernels.experts.hopper_results import room
@@ -127,8 +127,7 @@ def _blocks(
 def _program(
     x, w, scales, scale_ptr, zero_ptr, bias_ptr, block_ptr, order_ptr, weights_ptr,
     token_scale_ptr, tokens, out_ptr,
-    count: gl.constexpr, columns: gl.constexpr, step: gl.constexpr, second: gl.constexpr,
-    rows: gl.constexpr, all_rows: gl.constexpr,
+    count: gl.constexpr, columns: gl.constexpr, rows: gl.constexpr, all_rows: gl.constexpr,
     n: gl.constexpr, inputs: gl.constexpr, k: gl.constexpr, choices: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr,
@@ -141,6 +140,7 @@ def _program(
     ROWS: gl.constexpr = PARTS * OWN
     MAIN: gl.constexpr = MOST // 2 * 2 * _BOX
     gather: gl.constexpr = GATED != DOWN
+    step: gl.constexpr = ROWS // 2 if gather else ROWS
     grouped: gl.constexpr = KIND >= _INT4 or (KIND != PLAIN and k > GROUP)
     dtype: gl.constexpr = x.dtype.element_ty if gather else x.dtype
     bits: gl.constexpr = 8 if dtype == gl.float8e4nv else 16
@@ -181,7 +181,7 @@ def _program(
             [
                 (multiply, (
                     0, PARTS, OWN, rings, factors, first, bias_ptr, block_ptr, out_ptr, count,
-                    columns, second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
+                    columns, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
                     UNPACK, MOST,
                 )),
                 (copy, (
@@ -199,12 +199,12 @@ def _program(
             [
                 (multiply, (
                     0, PARTS, OWN, rings, factors, first, bias_ptr, block_ptr, out_ptr, count,
-                    columns, second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
+                    columns, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
                     UNPACK, MOST,
                 )),
                 (multiply, (
                     1, PARTS, OWN, rings, factors, then, bias_ptr, block_ptr, out_ptr, count,
-                    columns, second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
+                    columns, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO,
                     UNPACK, MOST,
                 )),
                 (copy, (
@@ -281,14 +281,13 @@ def _product(
         in_bytes = (
             x.quantized
             if isinstance(x, BothForms)
-            else quantized(x, token_format(found, x.shape[0], k), target=target)
+            else quantized(x, format_of(found, x.shape[0], k), target=target)
         )
         own, token_scale, _ = in_bytes
         constants["STAGES"], bits = 4, 8
     tile = _tile(found, k, boxes)
     size = tile.parts * tile.own
-    step = size // 2 if gated else size
-    columns = triton.cdiv(n, step)
+    columns = triton.cdiv(n, size // 2 if gated else size)
     return triton_call(
         own if gated else tensor_descriptor(own, (BOX, PANEL * 8 // bits), layout(PANEL, bits)),
         *blocks_of(found, count, rows, k, size, gated=bool(gated)), scale, zero,
@@ -299,8 +298,8 @@ def _product(
         out_type=jax.ShapeDtypeStruct((ids.size, n), x.dtype),
         grid=(min(target.gpu.multiprocessors * tile.programs, blocks.shape[1] * columns),),
         num_warps=8 // tile.parts, registers=tile.registers,
-        count=blocks.shape[1], columns=columns, step=step, second=n if gated else 0,
-        rows=rows, all_rows=count * rows, n=n, inputs=own.shape[1], k=k, choices=ids.shape[1],
+        count=blocks.shape[1], columns=columns, rows=rows, all_rows=count * rows, n=n,
+        inputs=own.shape[1], k=k, choices=ids.shape[1],
         BIAS=bias is not None, GATED=gated, PARTS=tile.parts, OWN=tile.own, MOST=boxes, **constants,
     )  # fmt: skip
 

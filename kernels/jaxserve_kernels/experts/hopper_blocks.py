@@ -1,17 +1,13 @@
-"""What `hopper.py` copies by TMA: blocks of a weight and of its groups' scales; and the format of
-tokens in e4m3."""
+"""What `hopper.py` copies by TMA: blocks of a weight and of its groups' scales."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from triton.experimental.gluon import language as gl
 
 from jaxserve_kernels.experts.hopper_copy import DEPTH
 from jaxserve_kernels.experts.types import Stacked
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order as TokenOrder
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import TokenFormat
 from jaxserve_kernels.triton_call import tensor_descriptor
 from jaxserve_kernels.weights import Kind
 
@@ -22,15 +18,6 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In elements."""
-
-
-def token_format(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
-    """The format of tokens in e4m3 for a weight of `inputs` inputs."""
-    assert weight.operand is not None
-    orders = {Kind.FP8: TokenOrder.BYTES, Kind.MXFP4: TokenOrder.SWAPPED}
-    order = orders.get(weight.operand.kind, TokenOrder.INPUTS)
-    group = weight.operand.group if weight.operand.sums else 0
-    return TokenFormat(jnp.float8_e4m3fn, order, group, tokens, inputs=inputs, beside=group > 0)
 
 
 def blocks_of(

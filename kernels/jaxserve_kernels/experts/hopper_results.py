@@ -59,7 +59,7 @@ def _store_at_once(values, staged, out_ptr, rows, column, n: gl.constexpr):
 @gluon.jit
 def finish(
     sums, staged, out_ptr, bias_ptr, listed, first: gl.constexpr, column,
-    second: gl.constexpr, rows: gl.constexpr, n: gl.constexpr,
+    rows: gl.constexpr, n: gl.constexpr,
     GATED: gl.constexpr, BIAS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """Stores the results of a part of a tile, from its sums [rows, tokens]. column: the first
@@ -74,7 +74,7 @@ def finish(
             sums = sums * scale
     if BIAS:
         lane = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
-        own = tile_rows(column, second, lane, GATED)
+        own = tile_rows(column, n, lane, GATED)
         bias = gl.load(bias_ptr + own, mask=own < rows, other=0.0)
         sums += gl.expand_dims(bias.to(gl.float32), 1)
     to = listed[0].slice(first, TOKENS)

@@ -25,7 +25,7 @@ def _multiply_tile(
     part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr,
     rings, factors, results, bias_ptr, block_ptr, out_ptr, at, number, begin, expert, column,
     later, tile, beyond,
-    count: gl.constexpr, columns: gl.constexpr, second: gl.constexpr,
+    count: gl.constexpr, columns: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, BOXES: gl.constexpr,
@@ -49,19 +49,19 @@ def _multiply_tile(
         )
     elif KIND == PLAIN or BYTES:
         main, short, at = shared_sums(
-            part, PARTS, OWN, rings, factors[0], first, second, all_rows, at, k, STAGES, TOKENS,
+            part, PARTS, OWN, rings, factors[0], first, n, all_rows, at, k, STAGES, TOKENS,
             TAIL, GATED, KIND, GROUP,
         )  # fmt: skip
     else:
         main, short, at = code_sums(
-            part, PARTS, OWN, rings, factors[0], first, second, all_rows, at, k, STAGES, TOKENS,
+            part, PARTS, OWN, rings, factors[0], first, n, all_rows, at, k, STAGES, TOKENS,
             TAIL, GATED, KIND, GROUP, UNPACK,
         )  # fmt: skip
     staged, lists = results
     listed, last_listed, bars = lists
     mbarrier.wait(bars.index(WRITTEN), number & 1)
     begin = _begin(
-        part, PARTS, OWN, factors, later[0], tile, columns, second, rows, all_rows, k, GATED,
+        part, PARTS, OWN, factors, later[0], tile, columns, n, rows, all_rows, k, GATED,
         KIND, ZERO,
     )  # fmt: skip
     last_block = block_at(block_ptr, beyond, count, columns)
@@ -70,12 +70,12 @@ def _multiply_tile(
         last_box: gl.constexpr = rings[0].shape[1] == TOKENS
         finish(
             short, staged, out_ptr, bias_ptr, last_listed if last_box else listed,
-            0 if last_box else TOKENS, column, second, rows, n, GATED, BIAS, BYTES,
+            0 if last_box else TOKENS, column, rows, n, GATED, BIAS, BYTES,
         )  # fmt: skip
     left, right = halves(main)
-    finish(left, staged, out_ptr, bias_ptr, listed, 0, column, second, rows, n, GATED, BIAS, BYTES)
+    finish(left, staged, out_ptr, bias_ptr, listed, 0, column, rows, n, GATED, BIAS, BYTES)
     finish(
-        right, staged, out_ptr, bias_ptr, listed, TOKENS // 2, column, second, rows, n, GATED,
+        right, staged, out_ptr, bias_ptr, listed, TOKENS // 2, column, rows, n, GATED,
         BIAS, BYTES,
     )  # fmt: skip
     mbarrier.arrive(bars.index(READ), count=1)
@@ -96,7 +96,7 @@ def _column(
 @gluon.jit
 def _begin(
     part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr,
-    factors, expert, tile, columns: gl.constexpr, second: gl.constexpr,
+    factors, expert, tile, columns: gl.constexpr, n: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, ZERO: gl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _begin(
     begin = expert
     if KIND >= _INT4:
         first = expert * rows + _column(tile, columns, part, PARTS, OWN, GATED)
-        begin = begin_of(factors, first, second, all_rows, OWN, k, GATED, KIND, ZERO)
+        begin = begin_of(factors, first, n, all_rows, OWN, k, GATED, KIND, ZERO)
     return begin
 
 
@@ -112,7 +112,7 @@ def _begin(
 def multiply(
     part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr,
     rings, factors, results, bias_ptr, block_ptr, out_ptr,
-    count: gl.constexpr, columns: gl.constexpr, second: gl.constexpr,
+    count: gl.constexpr, columns: gl.constexpr,
     rows: gl.constexpr, all_rows: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     STAGES: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     GROUP: gl.constexpr, ZERO: gl.constexpr, UNPACK: gl.constexpr, MOST: gl.constexpr,
@@ -123,7 +123,7 @@ def multiply(
     block = block_at(block_ptr, tile, count, columns)
     later = block_at(block_ptr, tile + stride, count, columns)
     begin = _begin(
-        part, PARTS, OWN, factors, block[0], tile, columns, second, rows, all_rows, k, GATED,
+        part, PARTS, OWN, factors, block[0], tile, columns, n, rows, all_rows, k, GATED,
         KIND, ZERO,
     )  # fmt: skip
     for number in range(tiles):
@@ -137,7 +137,7 @@ def multiply(
                 at, begin, last = _multiply_tile(
                     part, PARTS, OWN, rings, factors, results, bias_ptr, block_ptr, out_ptr, at,
                     number, begin, expert, column, later, tile, tile + stride, count, columns,
-                    second, rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
+                    rows, all_rows, n, k, STAGES, BIAS, GATED, KIND, GROUP, ZERO, UNPACK,
                     boxes,
                 )  # fmt: skip
         block, later = later, last

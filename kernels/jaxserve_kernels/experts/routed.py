@@ -17,8 +17,8 @@ from jax import Array
 from jaxserve_kernels import matmul
 from jaxserve_kernels.activation import Activation
 from jaxserve_kernels.add_rms_norm import add_rms_norm_twice
-from jaxserve_kernels.experts.api import configure_streaming, experts, route, token_format
-from jaxserve_kernels.experts.config import Config, limits_of
+from jaxserve_kernels.experts.api import configure_streaming, experts, route
+from jaxserve_kernels.experts.config import Config, limits_of, token_format
 from jaxserve_kernels.experts.few_config import refuses, scoring_refuses, unlike_the_others
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing
 from jaxserve_kernels.matmul import as_read, gated_linear, linear
@@ -142,8 +142,8 @@ def _configure_experts(
 def _few(_: None, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton_few  # needs Triton: only for GPUs
 
-    *own, _ = args
-    return triton_few.experts(*own, **options)
+    x, *own, _ = args
+    return triton_few.experts(plain(x), *own, **options)
 
 
 def _configure_streaming(
@@ -170,7 +170,7 @@ def _configure_streaming(
 
 def _streaming(
     config: Config,
-    x: Array,
+    x: Array | BothForms,
     scores: Array,
     w: ExpertWeights,
     bias: Array | None,
@@ -185,7 +185,7 @@ def _streaming(
 
     ids, weights, order = route(scores, routing, bias, active, target=target)
     return triton_streaming.experts(
-        x, ids, weights, w, activation, config,
+        plain(x), ids, weights, w, activation, config,
         order=order, shared=shared, scores=scores, target=target,
     )  # fmt: skip
 
