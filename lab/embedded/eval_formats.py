@@ -2,11 +2,11 @@
 
     python -m lab.embedded.eval_formats --out formats.json
     python -m lab.embedded.eval_formats --formats int4-rtn,int4-awq --limit 0
-    python -m lab.embedded.eval_formats --formats int4-rtn,fp8-rtn --e4m3-tokens --limit 0
+    python -m lab.embedded.eval_formats --formats int4-rtn,fp8-rtn --tokens e4m3 --limit 0
 
 Two measures, of the plain flax model with each format's dequantised weights: what a format loses,
-without what a kernel adds; but --e4m3-tokens rounds what each of the layers' matrices reads, as the
-kernels for many tokens do.
+without what a kernel adds; but --tokens rounds what the layers' matrices read. `e4m3` is what
+kernels for many tokens read, `int8-after-norms` what int4's kernels for 9 to 64 tokens do.
 
 - KL divergence and other first choices, teacher-forced over training chats of a seed of their own,
   in float32: this separates the formats.
@@ -21,14 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +49,8 @@ from lab.embedded.evaluate import (
 )
 from lab.embedded.model import ModelConfig, Parameters, Qwen3, from_huggingface
 from lab.embedded.weight_formats import FORMATS, in_format, tensors_of, token_ids
+
+TOKENS = ("e4m3", "e4m3-after-norms", "int8-after-norms")
 
 SEED, LENGTH = 12, 256
 """Of the text for the divergences."""
@@ -80,7 +83,7 @@ def main() -> None:
         model = Qwen3(config=config, dtype=jnp.float32)
         if expected is None:
             expected = log_probs(model, params, text)
-        with nn.intercept_methods(e4m3_inputs) if args.e4m3_tokens else nullcontext():
+        with tokens_in_8_bits(args.tokens, spec.embed):
             predicted = log_probs(model, params, text)
         moved = describe(compare(expected, predicted))
         report["divergence"]["formats"][name] = moved
@@ -109,7 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--formats", type=formats, default=list(FORMATS))
     parser.add_argument("--positions", type=int, default=8_192, help="for the divergences")
     parser.add_argument(
-        "--e4m3-tokens", action="store_true", help="in the divergences; of bf16's too"
+        "--tokens", choices=TOKENS, help="rounded so in the divergences; of bf16's too"
     )
     parser.add_argument("--tasks", nargs="+", help="only tasks whose name begins with one of these")
     parser.add_argument("--limit", type=int, help="at most this many cases of each task")
@@ -118,15 +121,39 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def e4m3_inputs(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """A matrix reads its tokens in e4m3, with a scale for each."""
-    if not isinstance(context.module, nn.Dense) or context.method_name != "__call__":
-        return call(*args, **kwargs)
-    x, *others = args
+@contextmanager
+def tokens_in_8_bits(which: str | None, embed: int) -> Iterator[None]:
+    """Within it the layers' matrices read rounded tokens: see --tokens. Of all matrices, those that
+    read a norm's output have `embed` inputs."""
+    plain = nnx.Linear.__call__
+
+    def rounding(self: nnx.Linear, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if which != "e4m3" and self.in_features != embed:
+            return plain(self, x, *args, **kwargs)
+        rounded = in_int8(x) if which == "int8-after-norms" else in_e4m3(x)
+        return plain(self, rounded, *args, **kwargs)
+
+    if which is not None:
+        nnx.Linear.__call__ = rounding  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nnx.Linear.__call__ = plain  # type: ignore[method-assign]
+
+
+def in_e4m3(x: jax.Array) -> jax.Array:
+    """x [..., inputs] rounded to e4m3, with a scale for each token."""
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 448.0
     scale = jnp.where(scale > 0.0, scale, 1.0)
-    rounded = (x / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
-    return call(rounded, *others, **kwargs)
+    return (x / scale).astype(jnp.float8_e4m3fn).astype(x.dtype) * scale
+
+
+def in_int8(x: jax.Array) -> jax.Array:
+    """x [..., inputs] rounded to int8, with a scale for each 128 inputs of a token."""
+    groups = x.reshape(*x.shape[:-1], -1, 128)
+    scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / 127.0
+    scale = jnp.where(scale > 0.0, scale, 1.0)
+    return (jnp.round(groups / scale) * scale).reshape(x.shape)
 
 
 def log_probs(model: Qwen3, params: Parameters, ids: jax.Array) -> np.ndarray:
