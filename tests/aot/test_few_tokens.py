@@ -112,6 +112,33 @@ def test_rings_of_every_format_fit_three_programs(name: str, tokens: int, tmp_pa
     assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == k_tiles * (config.num_stages - 1)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("tokens", "k_tiles", "stages", "programs"), [(16, 2, 3, 5), (32, 2, 4, 3), (64, 1, 5, 3)]
+)
+def test_int8_tokens_leave_fewer_instructions(
+    tokens: int, k_tiles: int, stages: int, programs: int, zero: int, tmp_path: Path
+) -> None:
+    """Eight codes take three instructions, and tensor cores multiply integers."""
+    from jaxserve_kernels.quantized_matmul.triton_streaming import _product
+
+    types = {
+        "x_ptr": "*i8", "factor_ptr": "*fp32", "sum_ptr": "*fp32", "packed_ptr": "*u16",
+        "scale_ptr": "*fp32", "second_ptr": "*i32", "out_ptr": "*bf16",
+    }  # fmt: skip
+    constants = {
+        "tokens": tokens, "n": 17_408, "k": 5120, "GATED": 1, "KIND": 2, "GROUP": 128, "ZERO": zero,
+        "TOKENS": tokens, "ROWS": 64, "STEPS": 40, "K_TILES": k_tiles, "STAGES": stages,
+        "FIRST": False, "EARLY": True,
+    }  # fmt: skip
+    kernel = compile_kernel(_product, types, constants)
+    check_registers_and_memory(kernel, tmp_path)
+    assert programs * kernel.metadata.shared <= MOST_SHARED_MEMORY
+    code = disassembled(tmp_path)
+    assert len(re.findall(r"IMMA|IGMMA", code)) == k_tiles * (8 if tokens == 16 else 4)
+    assert not re.search(r"HFMA2|HMMA|HGMMA", code.split("ACQBULK", 1)[1].split("EXIT", 1)[0])
+
+
 @pytest.mark.parametrize("half", [20, 22])
 def test_half_a_tile_of_a_last_wave_takes_no_more_than_a_whole_one(
     half: int, tmp_path: Path
@@ -120,12 +147,12 @@ def test_half_a_tile_of_a_last_wave_takes_no_more_than_a_whole_one(
     from jaxserve_kernels.quantized_matmul.triton_streaming import _product_in_halves
 
     types = {
-        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "second_ptr": "*fp32",
-        "out_ptr": "*bf16", "partial_ptr": "*fp32", "ended_ptr": "*i32",
+        "x_ptr": "*i8", "factor_ptr": "*fp32", "packed_ptr": "*u16", "scale_ptr": "*fp32",
+        "second_ptr": "*fp32", "out_ptr": "*bf16", "partial_ptr": "*fp32", "ended_ptr": "*i32",
     }  # fmt: skip
     constants = {
         "tokens": 32, "n": 17_408, "k": 5120, "GATED": 1, "KIND": 2, "GROUP": 128, "ZERO": 0,
-        "TOKENS": 32, "ROWS": 64, "HALF": half, "HALVED": 148, "K_TILES": 2, "STAGES": 3,
+        "TOKENS": 32, "ROWS": 64, "HALF": half, "HALVED": 148, "K_TILES": 2, "STAGES": 4,
         "FIRST": False, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_product_in_halves, types, constants)
@@ -134,22 +161,25 @@ def test_half_a_tile_of_a_last_wave_takes_no_more_than_a_whole_one(
     whole, halves, _ = disassembled(tmp_path).split("ACQBULK")
     halves = halves.rsplit("EXIT", 1)[1]
     for before in (whole, halves):
-        assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * 2 * (3 - 1)
+        assert len(re.findall(r"LDGSTS\.E\S*\.128", before)) == 2 * 2 * (4 - 1)
 
 
+@pytest.mark.parametrize(("dtype", "stages"), [("*bf16", 7), ("*i8", 9)])
 @pytest.mark.parametrize("each", [16, 20])
-def test_warpgroups_that_share_tokens_fit_a_multiprocessor(each: int, tmp_path: Path) -> None:
+def test_warpgroups_that_share_tokens_fit_a_multiprocessor(
+    each: int, dtype: str, stages: int, tmp_path: Path
+) -> None:
     """Three that multiply and one that copies, with the registers that each needs. Of 20 k-steps of
     a tile, programs have 16, or all."""
     from jaxserve_kernels.quantized_matmul.triton_stream_k import _product
 
     types = {
-        "x_ptr": "*bf16", "packed_ptr": "*u16", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
-        "out_ptr": "*bf16", "partial_ptr": "*fp32", "flag_ptr": "*i32",
+        "x_ptr": dtype, "factor_ptr": "*fp32", "packed_ptr": "*u16", "scale_ptr": "*fp32",
+        "zero_ptr": "*fp32", "out_ptr": "*bf16", "partial_ptr": "*fp32", "flag_ptr": "*i32",
     }  # fmt: skip
     constants = {
         "tokens": 64, "n": 9728, "k": 2560, "KIND": 2, "GROUP": 128, "ZERO": 0, "TOKENS": 64,
-        "STAGES": 7, "EACH": each, "GATED": 1, "EARLY": True,
+        "STAGES": stages, "EACH": each, "GATED": 1, "EARLY": True,
     }  # fmt: skip
     kernel = compile_kernel(_product, types, constants)
     check_registers_and_memory(kernel, tmp_path)

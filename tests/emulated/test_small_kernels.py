@@ -8,15 +8,23 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import dense_matmul
-from jaxserve_kernels.add_rms_norm import add_rms_norm
+from jaxserve_kernels.add_rms_norm import add_rms_norm, add_rms_norm_twice
 from jaxserve_kernels.add_rms_norm import reference as norm_reference
 from jaxserve_kernels.add_rms_norm import triton as norm_triton
 from jaxserve_kernels.attention_inputs import HeadWeights
 from jaxserve_kernels.gated_attention import PrologueHeads, reference, triton
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
+    BothForms,
+    Order,
+    QuantizedTokens,
+    TokenFormat,
+)
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from jaxserve_kernels.shared_expert import reference as shared_reference
 from jaxserve_kernels.shared_expert import triton as shared_triton
+from jaxserve_kernels.target import Target
 from tests.emulated.errors import relative_error
-from tests.emulator.targets import PDL
+from tests.emulator.targets import HOPPER, PDL
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jnp.ndarray:
@@ -105,3 +113,34 @@ def test_a_norm_by_the_programs_of_a_cluster(
     assert norm_triton.programs_of(embed) == programs
     for got, wanted in zip(found, expected, strict=True):
         assert relative_error(wide(got), wide(wanted)) < 3e-3
+
+
+@pytest.mark.parametrize("target", [PDL, HOPPER], ids=["cluster", "one_program"])
+@pytest.mark.parametrize("sums", [0, 128])
+def test_a_norm_that_writes_int8_with_scales_of_groups(sums: int, target: Target) -> None:
+    """Like a norm and then a kernel that quantises, to the last bit. With plain tokens, too."""
+    rng, tokens, embed = np.random.default_rng(4), 3, 1280
+    form = TokenFormat(jnp.int8, Order.BYTES, sums, tokens, scale_group=128)
+    x = normal(rng, tokens, embed, dtype="bfloat16").at[1, 128:256].set(0)
+    update = normal(rng, 2, tokens, embed).at[:, 1, 128:256].set(0)
+    given = (x, update, normal(rng, embed, dtype="bfloat16"), 1e-6)
+    total, plain = add_rms_norm(*given, target=target)
+    expected = quantized(plain, form, target=target)
+    with_codes, codes = add_rms_norm(*given, form, target=target)
+    again, both = add_rms_norm_twice(*given, form, target=target)
+    assert isinstance(codes, QuantizedTokens) and isinstance(both, BothForms)
+    np.testing.assert_array_equal(wide(both.plain), wide(plain))
+    for each in (with_codes, again):
+        np.testing.assert_array_equal(wide(each), wide(total))
+    for found in (codes, both.quantized):
+        np.testing.assert_array_equal(found.codes, expected.codes)
+        np.testing.assert_array_equal(found.scale, expected.scale)
+        if sums:
+            np.testing.assert_array_equal(found.sums, expected.sums)
+    in_order = np.asarray(expected.codes, np.float32).reshape(tokens, -1, 64, 2).swapaxes(-1, -2)
+    groups = in_order.reshape(tokens, -1, 128)
+    values = (groups * np.asarray(expected.scale).T[..., None]).reshape(tokens, embed)
+    assert relative_error(values, wide(plain)) < 1.1e-2
+    assert not values[1, 128:256].any()
+    if sums:
+        np.testing.assert_array_equal(expected.sums, groups.sum(-1).T)

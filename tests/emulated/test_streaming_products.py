@@ -23,6 +23,7 @@ from jaxserve_kernels.quantized_matmul import (
 from tests.emulated.errors import relative_error
 from tests.emulated.weights import (
     WEIGHTS,
+    as_read,
     exact,
     gated_product,
     gating,
@@ -42,20 +43,25 @@ def test_weights_of_every_format_stream(name: str, tokens: int) -> None:
     """Turns of one, two and four tiles, with a rest and without, of which few may be all. In one
     program, and with one tile in a turn, as if more programs shared a multiprocessor."""
     x, weight = tokens_and_weight(tokens, 256, 1536, WEIGHTS[name])
-    call = config.Call.of(weight, tokens, gated=False, target=HOPPER)
-    assert call is not None
-    chosen = config.streaming(call)
+    for gated in (False, True):  # gated products may read int8 tokens
+        call = config.Call.of(weight, tokens, gated=gated, target=HOPPER)
+        assert call is not None
+        check_streaming(x, weight, config.streaming(call))
+
+
+def check_streaming(x: Any, weight: Any, chosen: config.Config) -> None:
     whole = replace(chosen, splits=1, num_stages=3)
     alone = replace(whole, unroll=1)
     few = replace(alone, splits=6)  # of two tiles, fewer than the stages
+    expected = exact(as_read(x, chosen), weight)
     for each in (chosen, replace(chosen, splits=4), whole, alone, few):
         found = product(triton_streaming, x, weight, each, PDL)
-        assert relative_error(found, exact(x, weight)) < 1e-6
+        assert relative_error(found, expected) < 1e-6
     both = gated_product(triton_streaming, x, weight, whole)
-    assert relative_error(both, gating(exact(x, weight))) < GATED
+    assert relative_error(both, gating(expected)) < GATED
 
 
-@pytest.mark.parametrize("depth", [1536, 1664, 1792])
+@pytest.mark.parametrize("depth", [2048, 2176, 2304])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_two_programs_share_each_tile_of_a_last_wave(
     name: str, depth: int, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +79,7 @@ def test_two_programs_share_each_tile_of_a_last_wave(
         in_order = functools.partial(launch.triton_call, seed=seed)
         monkeypatch.setattr(triton_streaming, "triton_call", in_order)
         found.append(gated_product(triton_streaming, x, weight, chosen, target=target))
-    assert relative_error(found[0], gating(exact(x, weight))) < GATED
+    assert relative_error(found[0], gating(exact(as_read(x, chosen), weight))) < GATED
     np.testing.assert_array_equal(*found)
 
 
@@ -100,7 +106,7 @@ def test_programs_with_equally_many_k_steps(name: str, out: int, tokens: int) ->
     assert call is not None
     chosen = config.stream_k(call)
     both = gated_product(triton_stream_k, x, weight, chosen, target=target)
-    assert relative_error(both, gating(exact(x, weight))) < GATED
+    assert relative_error(both, gating(exact(as_read(x, chosen), weight))) < GATED
 
 
 @pytest.mark.parametrize("tokens", [17, 64])

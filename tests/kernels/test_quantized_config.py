@@ -12,7 +12,8 @@ import pytest
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve_kernels import weights
 from jaxserve_kernels.quantized_matmul.config import Config, steps
-from jaxserve_kernels.quantized_matmul.rules import choose
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import format_for
+from jaxserve_kernels.quantized_matmul.rules import choose, reads_quantized
 from jaxserve_kernels.target import Target
 
 HOPPER = Target.for_gpu(90)
@@ -188,6 +189,21 @@ def test_warpgroups_share_tokens_where_each_multiprocessor_has_over_two_tiles(na
         config = config_of(name, out, 2560, 64, gated=True, target=PDL)
         assert config is not None and (config.method == "stream_k") == shared
         assert not shared or (config.num_stages >= 6 and config.splits == 1)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_after_norms_integers_of_4_bits_read_int8_tokens(name: str) -> None:
+    """In groups of 128; from nine tokens on, while they stream. The norm is told so."""
+    for out, depth, gated in ((6144, 2560, False), (19_456, 2560, True), (2560, 9728, False)):
+        for tokens in (8, 9, 33, 64, 65):
+            config = config_of(name, out, depth, tokens, gated=gated, target=PDL)
+            expected = name == "int4" and out > depth and 8 < tokens <= 64
+            assert config is not None and config.int8_tokens == expected
+            if expected:
+                weight = weight_of(name, out, depth)
+                assert reads_quantized(weight.operand, tokens, config, PDL)
+                form = format_for(weight, tokens, config)
+                assert (form.dtype, form.scale_group, form.group) == (jnp.int8, 128, 0)
 
 
 @pytest.mark.parametrize("name", QUANTIZE)

@@ -54,10 +54,16 @@ def in_blocks(weight: jax.Array) -> weights.Fp8Weight:
     return weights.pack_fp8(values, scale[..., 0])
 
 
+IN_INT8 = ("int4", "int4-whole-zeros", "int4-any-zeros")
+"""Formats whose chains of 9 to 64 tokens have tokens in int8."""
+
 CHAINED = {**QUANTIZE, "fp8-g128": in_blocks, "int4-act-order": in_another_order}
 
 TOLERANCE = 6e-3
 """Of the norm: bfloat16 rounds a result by 1.7e-3; the gating rounds three times, 3.6e-3."""
+
+INT8_TOLERANCE = 1.2e-2
+"""Tokens in int8 with a scale for each 128 inputs cost 6e-3, gated 9e-3."""
 
 E4M3_TOLERANCE = 6.5e-2
 """Tokens in e4m3 cost 2.6e-2, gated 3.7e-2, weights of 4 bits in e4m3 as much again."""
@@ -162,10 +168,12 @@ def check_chain(name: str, tokens: int, embed: int, ffn: int) -> None:
     ) -> tuple[jax.Array, jax.Array]:
         for layer in range(2):
             gates, downs = (jax.tree.map(lambda leaf: leaf[layer], w) for w in (gate_up, down))  # noqa: B023
-            x, normed = add_rms_norm(x, update, norms[layer], 1e-6, target=target)
+            form = token_format(gates, x.shape[0], x.dtype, gated=True, target=target)
+            x, normed = add_rms_norm(x, update, norms[layer], 1e-6, form, target=target)
             update = linear(gated_linear(normed, gates, target=target), downs, target=target)
         return add_rms_norm(x, update, norms[2], 1e-6, target=target)
 
+    limit = 2 * (INT8_TOLERANCE if name in IN_INT8 else TOLERANCE)
     program = jax.jit(lambda *arrays: pdl.call(layers, *arrays, target=Target.here()))
     for step in range(4):  # by the third call a graph is replayed
         x = jax.random.normal(jax.random.fold_in(keys[3], step), (tokens, embed))
@@ -173,7 +181,7 @@ def check_chain(name: str, tokens: int, embed: int, ffn: int) -> None:
         out = program(*arrays)
         expected = jax.jit(lambda *arrays: layers(*arrays, target=REFERENCE))(*arrays)
         for got, wanted in zip(out, expected, strict=True):
-            assert relative_error(got, wanted) < 2 * TOLERANCE
+            assert relative_error(got, wanted) < limit
     assert "jaxserve_pdl_launches" in program.lower(*arrays).as_text()
 
 

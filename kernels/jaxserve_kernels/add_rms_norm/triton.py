@@ -17,7 +17,11 @@ from jax import Array
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, QuantizedTokens, TokenFormat
-from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import out_types, store_quantized
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import (
+    out_types,
+    store_quantized,
+    store_scaled_groups,
+)
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.triton_cluster import begin_cluster, sum_of_cluster
@@ -99,25 +103,24 @@ def _add_rms_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
         embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
     )  # fmt: skip
-    taken: tl.constexpr = embed // CLUSTER
-    column = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * taken + column
-    tl.store(out_ptr + at, normed, mask=column < taken)
+    _store(normed, out_ptr, embed // CLUSTER)
 
 
 @triton.jit
 def _quantizing(
     x_ptr, update_ptr, weight_ptr, bias_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
-    ORDER: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, CLUSTER: tl.constexpr,
+    GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr, BESIDE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        embed, eps, parts, BIAS, BLOCK, AT_ONCE, False,
-    ).to(tl.float32)  # fmt: skip
-    store_quantized(
-        normed, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, embed, GROUP, ORDER
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
+    )  # fmt: skip
+    _quantize(
+        normed, padded, codes_ptr, scale_ptr, sum_ptr,
+        CLUSTER, GROUP, ORDER, INPUTS, BESIDE, SCALE_GROUP,
     )  # fmt: skip
 
 
@@ -126,26 +129,54 @@ def _also_quantizing(
     x_ptr, update_ptr, weight_ptr, bias_ptr, padded,
     total_ptr, out_ptr, codes_ptr, scale_ptr, sum_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, GROUP: tl.constexpr,
-    ORDER: tl.constexpr, INPUTS: tl.constexpr, BESIDE: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, CLUSTER: tl.constexpr,
+    GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr, BESIDE: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        embed, eps, parts, BIAS, BLOCK, AT_ONCE, False,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
     )  # fmt: skip
-    token = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    tl.store(out_ptr + token.to(tl.int64) * embed + column, normed, mask=column < embed)
-    store_quantized(
-        normed.to(tl.float32), token, padded, codes_ptr, scale_ptr, sum_ptr, INPUTS, GROUP, ORDER,
-        BESIDE,
+    _store(normed, out_ptr, embed // CLUSTER)
+    _quantize(
+        normed, padded, codes_ptr, scale_ptr, sum_ptr,
+        CLUSTER, GROUP, ORDER, INPUTS, BESIDE, SCALE_GROUP,
     )  # fmt: skip
 
 
-def programs_of(embed: int) -> int:
-    """Programs that share a row: the fewest that have the smallest block, in pieces that can be
-    loaded 16 bytes at a time."""
-    sizes = [each for each in range(1, _MOST_PROGRAMS + 1) if embed % (8 * each) == 0] or [1]
+@triton.jit
+def _store(normed, out_ptr, taken: tl.constexpr):
+    """Stores the program's row, or piece of one."""
+    column = tl.arange(0, normed.shape[0])
+    at = tl.program_id(0).to(tl.int64) * taken + column
+    tl.store(out_ptr + at, normed, mask=column < taken)
+
+
+@triton.jit
+def _quantize(
+    normed, padded, codes_ptr, scale_ptr, sum_ptr,
+    CLUSTER: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr,
+    BESIDE: tl.constexpr, SCALE_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Quantises and stores the program's row, or piece of one: see `TokenFormat`."""
+    wide = normed.to(tl.float32)
+    if SCALE_GROUP:
+        token, piece = tl.program_id(0) // CLUSTER, tl.program_id(0) % CLUSTER
+        store_scaled_groups(
+            wide, token, padded, piece, codes_ptr, scale_ptr, sum_ptr,
+            INPUTS, SCALE_GROUP, GROUP > 0, CLUSTER,
+        )  # fmt: skip
+    else:
+        store_quantized(
+            wide, tl.program_id(0), padded, codes_ptr, scale_ptr, sum_ptr, INPUTS, GROUP, ORDER,
+            BESIDE,
+        )  # fmt: skip
+
+
+def programs_of(embed: int, inputs: int = 8) -> int:
+    """Programs that share a row: the fewest that have the smallest block, in pieces of whole
+    `inputs`. By default pieces can be loaded 16 bytes at a time."""
+    sizes = [each for each in range(1, _MOST_PROGRAMS + 1) if embed % (inputs * each) == 0] or [1]
     return min(sizes, key=lambda each: triton.next_power_of_2(embed // each))
 
 
@@ -163,8 +194,10 @@ def add_rms_norm(
     """See `add_rms_norm.api`: one program for each token, or a cluster."""
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    shared = target.pdl and target.runs_hopper_kernels() and tokens <= _ALONE and form is None
-    cluster = programs_of(embed) if shared else 1
+    groups = 0 if form is None else form.scale_group
+    in_pieces = form is None or groups > 0
+    shared = target.pdl and target.runs_hopper_kernels() and tokens <= _ALONE and in_pieces
+    cluster = programs_of(embed, groups or 8) if shared else 1
     block = triton.next_power_of_2(embed // cluster)
     few = max(1 if shared else 4, min(16, block // 128))
     warps = few if tokens <= _ALONE else 8 if embed > 2048 else 4
@@ -173,7 +206,7 @@ def add_rms_norm(
         "num_warps": warps,
         "embed": embed, "eps": eps, "parts": update.shape[0],
         "BIAS": bias is not None, "BLOCK": block,
-        "AT_ONCE": update.shape[0] * block <= _HELD * 32 * warps,
+        "AT_ONCE": update.shape[0] * block <= _HELD * 32 * warps, "CLUSTER": cluster,
     }  # fmt: skip
     inputs = x, update, weight, weight if bias is None else bias
     if form is None:
@@ -183,19 +216,21 @@ def add_rms_norm(
             name="add_rms_norm",
             target=target,
             out_type=(row, row),
-            CLUSTER=cluster,
             **launch,
         )  # fmt: skip
+    inputs_of_reader = form.inputs or embed
+    form_of_reader = {
+        "GROUP": form.group, "ORDER": form.order.value, "INPUTS": inputs_of_reader,
+        "BESIDE": form.beside, "SCALE_GROUP": form.scale_group,
+    }  # fmt: skip
     if both:
-        inputs_of_reader = form.inputs or embed
         total, normed, *quantized = triton_call(
             *inputs, form.padded,
             kernel=_also_quantizing,
             name="add_rms_norm_also_quantizing",
             target=target,
             out_type=(row, row, *out_types(tokens, inputs_of_reader, form)),
-            GROUP=form.group, ORDER=form.order.value, INPUTS=inputs_of_reader, BESIDE=form.beside,
-            **launch,
+            **form_of_reader, **launch,
         )  # fmt: skip
         return total, BothForms(normed, QuantizedTokens(*quantized))
     total, *quantized = triton_call(
@@ -203,8 +238,7 @@ def add_rms_norm(
         kernel=_quantizing,
         name="add_rms_norm_quantizing",
         target=target,
-        out_type=(row, *out_types(tokens, embed, form)),
-        GROUP=form.group, ORDER=form.order.value,
-        **launch,
+        out_type=(row, *out_types(tokens, inputs_of_reader, form)),
+        **form_of_reader, **launch,
     )  # fmt: skip
     return total, QuantizedTokens(*quantized)

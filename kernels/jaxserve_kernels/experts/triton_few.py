@@ -27,7 +27,8 @@ from jaxserve_kernels.experts.config import limits_of
 from jaxserve_kernels.experts.triton_activation import OSS, activated_sums
 from jaxserve_kernels.experts.triton_choice import chosen, of_columns
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Routing, stacked
-from jaxserve_kernels.quantized_matmul.triton_streaming import accumulate, rows_of
+from jaxserve_kernels.quantized_matmul.triton_results import rows_of
+from jaxserve_kernels.quantized_matmul.triton_streaming import accumulate
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -81,7 +82,8 @@ def _sums(
         scale = expert_at(scale_ptr, shared_scale_ptr, expert, shared, scale_size, SHARED)
         second = expert_at(second_ptr, shared_second_ptr, expert, shared, second_size, SHARED)
         acc = accumulate(
-            x_ptr, packed, scale, second, program, 0, tokens, n, k, columns, GATED, KIND, GROUP,
+            (x_ptr, x_ptr, x_ptr), packed, scale, second, program, 0, tokens, n, k, columns, GATED,
+            KIND, GROUP,
             ZERO, TOKENS, ROWS, k // 128, K_TILES, STAGES, True, EARLY,
         )  # fmt: skip
     return acc

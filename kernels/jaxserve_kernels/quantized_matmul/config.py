@@ -37,6 +37,7 @@ class Limits(NamedTuple):
     most_from_codes: int
     most_in_bfloat16: int
     most_in_bfloat16_fp8: int
+    most_in_bfloat16_int4: int
     most_in_registers_int4: int
     most_in_registers_fp4: int
     most_unpacked: int
@@ -59,7 +60,7 @@ class Config:
     """Selects the kernel. Two families:
 
     - `triton_small_m`, `triton_streaming`, `triton_stream_k`, `triton_large_n` and `triton` convert
-      codes to bfloat16 in registers.
+      codes to bfloat16 in registers; with `int8_tokens` to int8.
     - `e4m3.triton`, and on Hopper `e4m3.hopper` and (fp8 weights) `e4m3.hopper_bytes` take tokens
       that were quantised before, and convert 4-bit codes to e4m3. With int8 weights the tokens are
       int8.
@@ -78,6 +79,9 @@ class Config:
     halved: int = 0
     """`triton_streaming` only, gated: the number of row tiles, the last ones, of which two programs
     take a half of the inputs each."""
+    int8_tokens: bool = False
+    """`triton_streaming` and `triton_stream_k` with 4-bit integers: the tokens are int8, with a
+    scale for each group of the weight's inputs."""
     first: bool = False
     """`triton_streaming` only: the next kernel may start before this one reads its weights, not
     only after."""
@@ -156,7 +160,7 @@ def streaming(call: Call) -> Config:
     to five, if fewer would take turns."""
     out, tiles, tokens, target = call.out, call.tiles, call.tokens, call.target
     tile, most = next(each for each in ((8, 4), (16, 2), (32, 2), (64, 1)) if tokens <= each[0])
-    size = 64 * call.operand.row_bytes + 256 * tile
+    size = 64 * call.operand.row_bytes + _token_bytes(call) * tile
     limits = call.limits
     rows = out // 64
     multiprocessors = target.gpu.multiprocessors
@@ -189,6 +193,7 @@ def streaming(call: Call) -> Config:
         num_stages=stages,
         unroll=k_tiles,
         halved=halved,
+        int8_tokens=reads_int8(call),
         first=first,
     )
 
@@ -217,8 +222,26 @@ def _resident(programs: int, multiprocessors: int, limits: Limits) -> int:
 def stream_k(call: Call) -> Config:
     """One program per multiprocessor, with a ring that fills its shared memory."""
     ring = call.target.gpu.shared_memory_per_block - _STREAM_K_END
-    stages = ring // (3 * 64 * call.operand.row_bytes + 256 * 64)
-    return Config(method="stream_k", tokens=64, num_stages=stages)
+    stages = ring // (3 * 64 * call.operand.row_bytes + 64 * _token_bytes(call))
+    return Config(method="stream_k", tokens=64, num_stages=stages, int8_tokens=reads_int8(call))
+
+
+def reads_int8(call: Call) -> bool:
+    """Whether a streaming product reads int8 tokens: with 4-bit integers, which take fewer
+    instructions then. Tokens of products with more outputs than inputs come from norms, which
+    quantise them; before others a kernel would have to."""
+    operand = call.operand
+    wide = call.gated or call.out > call.depth
+    known = operand.kind == Kind.INT4 and operand.group == 128
+    return known and wide and call.tokens > call.limits.most_in_bfloat16_int4
+
+
+def _token_bytes(call: Call) -> int:
+    """Bytes in a ring of a token's 128 inputs, with the scale of int8 ones, and their sum if there
+    are zero points."""
+    if not reads_int8(call):
+        return 256
+    return 128 + (8 if call.operand.zero else 4)
 
 
 def steps(tiles: int, splits: int, k_tiles: int) -> int:

@@ -1,4 +1,4 @@
-"""Kernel arguments of a quantised weight: its arrays, and constants of its format."""
+"""Kernel arguments of a product: a quantised weight's arrays and constants, and the tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 import triton.language as tl
 from jax import Array
 
+from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for, plain
+from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Kind, Operand, Quantized
 
 OTHER: tl.constexpr = tl.constexpr(Kind.OTHER.value)
@@ -35,3 +39,14 @@ def arrays(weight: Quantized) -> tuple[Array, Array, Array]:
 def kind(weight: Quantized) -> dict[str, Any]:
     """See `weights.Operand.constants`."""
     return operand_of(weight).constants
+
+
+def tokens_of(
+    x: Array | QuantizedTokens, weight: Quantized, config: Config, target: Target
+) -> tuple[Array, Array, Array]:
+    """Tokens as kernel arguments: in int8, their scales and sums; or plain ones three times."""
+    if not config.int8_tokens:
+        return (plain(x),) * 3
+    if not isinstance(x, QuantizedTokens):
+        x = quantized(plain(x), format_for(weight, x.shape[0], config), target=target)
+    return x.codes, x.scale, x.sums

@@ -30,9 +30,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, arrays, kind
-from jaxserve_kernels.quantized_matmul.triton_k_step import add_k_steps
-from jaxserve_kernels.quantized_matmul.triton_streaming import finish, rows_of, sums_at
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
+from jaxserve_kernels.quantized_matmul.triton_arguments import (
+    INT4,
+    NO_ZERO,
+    arrays,
+    kind,
+    tokens_of,
+)
+from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH, add_tiles
+from jaxserve_kernels.quantized_matmul.triton_results import finish, rows_of, sums_at
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
@@ -81,14 +88,16 @@ def _parts(steps: gl.constexpr, tiles: gl.constexpr, EACH: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr, flag_ptr,
+    word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr, flag_ptr,
     group: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
     tiles: gl.constexpr, groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, EACH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One of the warpgroups that multiply."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    x_ring, factor_ring, sum_ring = x_rings
+    int8: gl.constexpr = x_ring.dtype == gl.int8
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32 if int8 else 16])
     stage = 0
     phase = 0
     for index in range(_parts(steps, tiles, EACH)):
@@ -98,10 +107,9 @@ def _multiply(
         for _ in range(begin, end):
             mbarrier.wait(ready.index(stage), phase)
             place = stage * _GROUPS + group
-            acc = add_k_steps(
-                acc, word_ring.index(place), scale_ring.index(place), zero_ring.index(place),
-                x_ring.index(stage), 1, groups, _ROWS, TOKENS, _INT4, ZERO,
-            )  # fmt: skip
+            rings = word_ring.index(place), scale_ring.index(place), zero_ring.index(place)
+            own = x_ring.index(stage), factor_ring.index(stage), sum_ring.index(stage)
+            acc = add_tiles(acc, rings, own, 1, groups, _ROWS, TOKENS, _INT4, ZERO)
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = _next(stage, phase, STAGES)
         if rows < row_tiles:
@@ -110,7 +118,8 @@ def _multiply(
             else:
                 if begin > 0:
                     acc = _add_parts(acc, partial_ptr, flag_ptr, tile * steps // EACH, group)
-                finish(acc * 64.0, out_ptr, rows, tokens, n, GATED)  # less_zero
+                acc *= SIXTEENTH if int8 else 64.0  # less_zero
+                finish(acc, out_ptr, rows, tokens, n, GATED)
 
 
 @gluon.jit
@@ -191,15 +200,19 @@ def _copy_codes(
 
 @gluon.jit
 def _copy_tokens(
-    x_ptr, x_ring, ready, free,
+    x_ptr, factor_ptr, sum_ptr, x_rings, ready, free,
     tokens: gl.constexpr, k: gl.constexpr, tiles: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, EACH: gl.constexpr, EARLY: gl.constexpr,
+    ZERO: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Two warps that copy tokens, after earlier kernels have ended. When all copies are issued, the
     next kernel may start. A stage is ready when its copy has arrived and is fenced, some copies
     later: so the warps that multiply need no fence."""
     steps: gl.constexpr = k // 128
-    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
+    x_ring, factor_ring, sum_ring = x_rings
+    int8: gl.constexpr = x_ring.dtype == gl.int8
+    wide: gl.constexpr = 16 if int8 else 8  # 16 bytes
+    x_copy: gl.constexpr = gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [2, 1], [1, 0])
+    lane = gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [2], [0]))
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))[:, None]
     depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
     source = x_ptr + token * k + depth
@@ -215,6 +228,11 @@ def _copy_tokens(
         for step in range(begin, end):
             mbarrier.wait(free.index(stage), phase)
             async_copy.async_load(x_ring.index(stage), source + step * 128, mask=there)
+            if int8:
+                at, known = step * tokens + lane, lane < tokens
+                async_copy.async_load(factor_ring.index(stage), factor_ptr + at, mask=known)
+                if ZERO != _NO_ZERO:
+                    async_copy.async_load(sum_ring.index(stage), sum_ptr + at, mask=known)
             async_copy.commit_group()
             stage, phase = _next(stage, phase, STAGES)
             issued += 1
@@ -234,7 +252,7 @@ def _copy_tokens(
 
 @gluon.jit
 def _product(
-    x_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
+    x_ptr, factor_ptr, sum_ptr, packed_ptr, scale_ptr, zero_ptr, out_ptr, partial_ptr, flag_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, GATED: gl.constexpr,
@@ -247,11 +265,19 @@ def _product(
     tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
     word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], dtype)
     places: gl.constexpr = STAGES * _GROUPS
     word_ring = gl.allocate_shared_memory(gl.uint16, [places, _ROWS, 32], word_tile)
     scale_ring = gl.allocate_shared_memory(gl.float32, [places, groups * _ROWS], row_tile)
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, 128], x_tile)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, 128], x_tile)
+    factor_ring = scale_ring
+    sum_ring = scale_ring
+    if dtype == gl.int8:
+        factor_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], row_tile)
+    if dtype == gl.int8 and ZERO != _NO_ZERO:
+        sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], row_tile)
+    x_rings = x_ring, factor_ring, sum_ring
     zero_ring = scale_ring
     if ZERO != _NO_ZERO:
         zero_ring = gl.allocate_shared_memory(
@@ -266,17 +292,17 @@ def _product(
     gl.warp_specialize(
         [
             (_multiply, (
-                word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
+                word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr,
                 flag_ptr, 0, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
                 EACH, GATED,
             )),
             (_multiply, (
-                word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
+                word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr,
                 flag_ptr, 1, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
                 EACH, GATED,
             )),
             (_multiply, (
-                word_ring, scale_ring, zero_ring, x_ring, ready, free, out_ptr, partial_ptr,
+                word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr,
                 flag_ptr, 2, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
                 EACH, GATED,
             )),
@@ -285,7 +311,8 @@ def _product(
                 n, steps, row_tiles, tiles, groups, ZERO, STAGES, EACH,
             )),
             (_copy_tokens, (
-                x_ptr, x_ring, ready, free, tokens, k, tiles, TOKENS, STAGES, EACH, EARLY,
+                x_ptr, factor_ptr, sum_ptr, x_rings, ready, free, tokens, k, tiles, TOKENS, ZERO,
+                STAGES, EACH, EARLY,
             )),
         ],
         [4, 4, 2, 2],
@@ -294,7 +321,7 @@ def _product(
 
 
 def launch(
-    x: Array,
+    x: Array | QuantizedTokens,
     weight: Int4Weight,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
@@ -312,7 +339,7 @@ def launch(
     shared = each % steps > 0  # some programs have parts of tiles
     partial = (programs, _GROUPS.value * _ROWS.value, config.tokens) if shared else (1,)
     return triton_call(
-        x, *arrays(weight),
+        *tokens_of(x, weight, config, target), *arrays(weight),
         kernel=_product,
         name="gated_linear_stream_k_Int4Weight",
         target=target,

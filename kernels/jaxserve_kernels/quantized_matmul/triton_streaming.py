@@ -3,7 +3,7 @@
 A program first fills the ring with codes and scales of its rows, and then waits for earlier
 kernels, like `dense_matmul.triton_streaming`. Codes take a half or a quarter of the bytes of
 bfloat16, so most of a weight is in flight by then. Codes become bfloat16 in registers, from which
-the tensor cores read, one plane of inputs at a time.
+the tensor cores read, one plane of inputs at a time; with int8 tokens they become int8.
 
 A gated product cannot be split, because gating needs whole sums. Where its last wave would leave
 at least half of the card idle, two programs take a half of the inputs of each of that wave's tiles.
@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import (
     INT4,
     MXFP4,
@@ -31,11 +32,13 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
     NVFP4,
     arrays,
     kind,
+    tokens_of,
 )
-from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH, add_tiles
+from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP
+from jaxserve_kernels.quantized_matmul.triton_results import finish, rows_of, sums_at
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.triton_activation import gated_sums
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Quantized
 
@@ -43,17 +46,6 @@ _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
 _MXFP4 = gl.constexpr(MXFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
-
-
-@gluon.jit
-def rows_of(program, lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr):
-    """The weight rows of the program's lanes. Gated, every 8 rows of gate are followed by the same
-    8 of up, so that a thread holds the sums of both."""
-    if GATED:
-        row = program * (ROWS // 2) + lane // 16 * 8 + lane % 8 + lane // 8 % 2 * n
-    else:
-        row = program * ROWS + lane
-    return row
 
 
 @gluon.jit
@@ -67,17 +59,30 @@ def _copy(place, source, tile, left, EVEN: gl.constexpr):
 
 
 @gluon.jit
-def _copy_inputs(place, x, depth, tile, left, columns: gl.constexpr, k: gl.constexpr):
-    """Copies a k-step's inputs of the tokens. `depth`: index of the inputs at x."""
+def _copy_tokens(
+    rings, place, own, k_step, left,
+    tokens: gl.constexpr, columns: gl.constexpr, k: gl.constexpr, K_TILES: gl.constexpr,
+    SCALED: gl.constexpr, SUMMED: gl.constexpr,
+):  # fmt: skip
+    """Copies a k-step's inputs of the tokens, and the scales and sums of int8 ones. own: pointers
+    to those of the first k-step, with the inputs' indices, and their tiles."""
+    x_ring, factor_ring, sum_ring = rings
+    x, depth, tile, factors, sums, tile_of_factor = own
+    past = k_step * (K_TILES * 128)
     there, _ = gl.broadcast(tile < left, x)
     if columns < k:
-        there = there & (depth < columns)
-    async_copy.async_load(place, x, mask=there)
+        there = there & (depth + past < columns)
+    async_copy.async_load(x_ring.index(place), x + past, mask=there)
+    past = k_step * (K_TILES * tokens)
+    if SCALED:
+        _copy(factor_ring.index(place), factors + past, tile_of_factor, left, False)
+    if SUMMED:
+        _copy(sum_ring.index(place), sums + past, tile_of_factor, left, False)
 
 
 @gluon.jit
 def accumulate(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, program, first,
+    x, packed_ptr, scale_ptr, second_ptr, program, first,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr, columns: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, K_TILES: gl.constexpr,
@@ -85,6 +90,7 @@ def accumulate(
 ):  # fmt: skip
     """The program's weight rows times the tokens over one split of the inputs, from tile `first`.
 
+    x: pointers to tokens in bfloat16, or in int8, and then to their scales and sums.
     second_ptr: zero points of 4-bit integers, or scales per row of NVFP4. n: rows of the result;
     gated, half of the weight's. columns: inputs of the tokens; the weight's other k - columns
     inputs count as 0. STEPS: tiles of 128 inputs in a split. K_TILES: tiles in a k-step. STAGES:
@@ -99,15 +105,20 @@ def accumulate(
     warps: gl.constexpr = ROWS // 16
     rest: gl.constexpr = STEPS % K_TILES
     even: gl.constexpr = rest == 0
+    x_ptr, factor_ptr, sum_ptr = x
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    int8: gl.constexpr = dtype == gl.int8
     if TOKENS <= MOST_BY_A_WARP:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     else:
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, 16])
+        inputs: gl.constexpr = 32 if int8 else 16
+        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, inputs])
     word_copy: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // width, width // 8], [warps, 1], [1, 0]
     )
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
+    wide: gl.constexpr = 16 if int8 else 8  # 16 bytes
+    x_copy: gl.constexpr = gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [warps, 1], [1, 0])
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
     else:  # the last split is shorter, by whole k-steps
@@ -116,13 +127,13 @@ def accumulate(
 
     word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // width, width // 8, [1, 0])
     row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
+    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], dtype)
     per_k_step: gl.constexpr = K_TILES * groups * ROWS
     words_per_k_step: gl.constexpr = K_TILES * halves * 64 * width  # of 64 rows
     word_ring = gl.allocate_shared_memory(
         gl.uint16, [STAGES, K_TILES * halves * ROWS, width], word_tile
     )
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K_TILES * TOKENS, 128], x_tile)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, K_TILES * TOKENS, 128], x_tile)
     scale_ring = word_ring
     if groups > 0:
         scale_ring = gl.allocate_shared_memory(
@@ -133,6 +144,15 @@ def accumulate(
         zero_ring = gl.allocate_shared_memory(
             second_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
         )
+
+    factor_ring = scale_ring
+    sum_ring = scale_ring
+    summed: gl.constexpr = int8 and ZERO != _NO_ZERO
+    if int8:
+        factor_ring = gl.allocate_shared_memory(gl.float32, [STAGES, K_TILES * TOKENS], row_tile)
+    if summed:
+        sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, K_TILES * TOKENS], row_tile)
+    x_rings = x_ring, factor_ring, sum_ring
 
     if EARLY and FIRST:
         gdc_launch_dependents()
@@ -154,6 +174,10 @@ def accumulate(
     depth = (first + lane // TOKENS) * 128 + depth
     # A missing token is treated like a tile past the last one.
     tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
+    lane = gl.arange(0, K_TILES * TOKENS, flat)
+    tile_of_factor = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
+    of_factor = (first + lane // TOKENS) * tokens + lane % TOKENS
+    own = x, depth, tile_of_x, factor_ptr + of_factor, sum_ptr + of_factor, tile_of_factor
 
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:
@@ -174,8 +198,9 @@ def accumulate(
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:
             left = steps - k_step * K_TILES
-            past = k_step * (K_TILES * 128)
-            _copy_inputs(x_ring.index(k_step), x + past, depth + past, tile_of_x, left, columns, k)
+            _copy_tokens(
+                x_rings, k_step, own, k_step, left, tokens, columns, k, K_TILES, int8, summed
+            )  # fmt: skip
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
@@ -197,27 +222,28 @@ def accumulate(
                 _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
             if ZERO != _NO_ZERO:
                 _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
-            past = later * (K_TILES * 128)
-            _copy_inputs(x_ring.index(place), x + past, depth + past, tile_of_x, left, columns, k)
+            _copy_tokens(
+                x_rings, place, own, later, left, tokens, columns, k, K_TILES, int8, summed
+            )  # fmt: skip
         async_copy.commit_group()
-        acc = add_k_steps(
-            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO,
-        )  # fmt: skip
+        rings = word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot)
+        there = x_ring.index(slot), factor_ring.index(slot), sum_ring.index(slot)
+        acc = add_tiles(acc, rings, there, K_TILES, groups, ROWS, TOKENS, KIND, ZERO)
         slot = gl.where(slot == ahead, 0, slot + 1)
     if not even:
         async_copy.wait_group(0)
         gl.barrier()
         if TOKENS > MOST_BY_A_WARP:
             fence_async_shared()
-        acc = add_k_steps(
-            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), rest, groups, ROWS, TOKENS, KIND, ZERO,
-        )  # fmt: skip
+        rings = word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot)
+        there = x_ring.index(slot), factor_ring.index(slot), sum_ring.index(slot)
+        acc = add_tiles(acc, rings, there, rest, groups, ROWS, TOKENS, KIND, ZERO)
     if EARLY and not FIRST:
         gdc_launch_dependents()
 
-    if KIND == _INT4:
+    if int8:
+        acc *= SIXTEENTH
+    elif KIND == _INT4:
         acc *= 64.0  # less_zero
     elif KIND == _NVFP4:
         acc *= (of_rows * 256.0)[:, None]
@@ -230,15 +256,16 @@ def accumulate(
 
 @gluon.jit
 def _product(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr,
+    x_ptr, factor_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, K_TILES: gl.constexpr,
     STAGES: gl.constexpr, FIRST: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     program = gl.program_id(0)
+    x = x_ptr, factor_ptr, sum_ptr
     acc = accumulate(
-        x_ptr, packed_ptr, scale_ptr, second_ptr, program, gl.program_id(1) * STEPS,
+        x, packed_ptr, scale_ptr, second_ptr, program, gl.program_id(1) * STEPS,
         tokens, n, k, k, GATED, KIND, GROUP, ZERO, TOKENS, ROWS, STEPS, K_TILES, STAGES, FIRST,
         EARLY,
     )  # fmt: skip
@@ -247,7 +274,7 @@ def _product(
 
 @gluon.jit
 def _product_in_halves(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, ended_ptr,
+    x_ptr, factor_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, out_ptr, partial_ptr, ended_ptr,
     tokens: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
     TOKENS: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, HALVED: gl.constexpr,
@@ -257,9 +284,10 @@ def _product_in_halves(
     inputs of the first of the two."""
     whole: gl.constexpr = 2 * n // ROWS - HALVED
     program = gl.program_id(0)
+    x = x_ptr, factor_ptr, sum_ptr
     if program < whole:
         acc = accumulate(
-            x_ptr, packed_ptr, scale_ptr, second_ptr, program, 0, tokens, n, k, k, GATED, KIND,
+            x, packed_ptr, scale_ptr, second_ptr, program, 0, tokens, n, k, k, GATED, KIND,
             GROUP, ZERO, TOKENS, ROWS, k // 128, K_TILES, STAGES, FIRST, EARLY,
         )  # fmt: skip
         finish(acc, out_ptr, program, tokens, n, GATED)
@@ -267,7 +295,7 @@ def _product_in_halves(
         part = program - whole
         tile = part // 2
         acc = accumulate(
-            x_ptr, packed_ptr, scale_ptr, second_ptr, whole + tile, part % 2 * HALF, tokens, n, k,
+            x, packed_ptr, scale_ptr, second_ptr, whole + tile, part % 2 * HALF, tokens, n, k,
             k, GATED, KIND, GROUP, ZERO, TOKENS, ROWS, HALF, K_TILES, STAGES, FIRST, EARLY,
         )  # fmt: skip
         gl.store(sums_at(partial_ptr, part, acc), acc)
@@ -279,49 +307,8 @@ def _product_in_halves(
             finish(acc, out_ptr, whole + tile, tokens, n, GATED)
 
 
-@gluon.jit
-def sums_at(partial_ptr, index, acc):
-    """Pointers to place `index` of sums that programs leave to others: [rows, tokens], as acc."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
-    return partial_ptr + (index * ROWS + row) * TOKENS + token
-
-
-@gluon.jit
-def finish(acc, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr):
-    """Stores the sums of a program's rows, gated or as partial sums."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if GATED:
-        gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-        values = gated_sums(gate, up, dtype, GATED).reshape([ROWS // 2, TOKENS])
-        _store(values, out_ptr, program, tokens, n, ROWS // 16)
-    else:
-        out_ptr += gl.program_id(1) * (tokens * n)
-        _store(acc.to(dtype), out_ptr, program, tokens, n, ROWS // 16)
-
-
-@gluon.jit
-def _store(
-    values, out_ptr, program, tokens: gl.constexpr, n: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    rows: gl.constexpr = values.shape[0]
-    if values.shape[1] <= MOST_BY_A_WARP:
-        layout: gl.constexpr = values.type.layout
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1])
-        values = gl.convert_layout(values, layout)
-    row = program * rows + gl.arange(0, rows, gl.SliceLayout(1, layout))[:, None]
-    token = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))[None, :]
-    there, _ = gl.broadcast(token < tokens, values)
-    gl.store(out_ptr + token * n + row, values, mask=there)
-
-
 def launch(
-    x: Array,
+    x: Array | QuantizedTokens,
     weight: Quantized,
     config: Config,
     out_type: jax.ShapeDtypeStruct,
@@ -332,6 +319,7 @@ def launch(
 ) -> Array:
     """The product, of type `out_type`: see `api`."""
     tokens, k = x.shape
+    read = tokens_of(x, weight, config, target)
     tiles, halved = weight.shape[0] // config.rows, config.halved
     options: dict[str, Any] = {
         "name": f"{'gated_' if gated else ''}linear_streaming_{type(weight).__name__}",
@@ -344,7 +332,7 @@ def launch(
     }  # fmt: skip
     if halved == 0:
         return triton_call(
-            x, *arrays(weight),
+            *read, *arrays(weight),
             kernel=_product,
             out_type=out_type,
             grid=(tiles, config.splits),
@@ -353,7 +341,7 @@ def launch(
         )  # fmt: skip
     assert gated
     return triton_call(
-        x, *arrays(weight),
+        *read, *arrays(weight),
         kernel=_product_in_halves,
         out_type=(
             out_type,

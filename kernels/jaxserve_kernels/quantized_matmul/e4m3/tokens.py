@@ -24,7 +24,7 @@ class QuantizedTokens(NamedTuple):
     codes: Array
     """e4m3 or int8 [padded, k]. Each 128 inputs are in the `Order` of the product."""
     scale: Array
-    """float32 [tokens]."""
+    """float32 [tokens]; with a scale for some inputs only, [k / inputs, tokens]."""
     sums: Array
     """float32 [groups, padded]: sums of the codes over the inputs that share a scale of the
     weight."""
@@ -32,7 +32,7 @@ class QuantizedTokens(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """[tokens, k]"""
-        return self.scale.shape[0], self.codes.shape[1]
+        return self.scale.shape[-1], self.codes.shape[1]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -96,6 +96,8 @@ class TokenFormat(NamedTuple):
     padded: int
     inputs: int | None = None
     """Codes of a token if it has fewer inputs than the weight; those past its inputs are 0."""
+    scale_group: int = 0
+    """Inputs of a token that share a scale; 0: all of them."""
     beside: bool = False
     """Whether a token's sums follow its codes, as SUMS numbers in bfloat16, rather than being an
     array of their own. Those past its groups are 0."""
@@ -105,6 +107,9 @@ def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:
     """The token format of a product with this configuration."""
     operand = weight.operand
     assert operand is not None, f"no kernel knows {type(weight)}"
+    if config.int8_tokens:
+        group = operand.group if operand.zero else 0
+        return TokenFormat(jnp.int8, Order.BYTES, group, tokens, scale_group=operand.group)
     in_bytes = config.beforehand or operand.bits == 8
     order = Order.BYTES if in_bytes else Order.INPUTS
     if config.method == "hopper" and not in_bytes and not operand.sums:

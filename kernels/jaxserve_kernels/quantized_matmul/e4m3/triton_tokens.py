@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     SUMS,
@@ -23,6 +24,9 @@ _WORDS = tl.constexpr(Order.WORDS.value)
 _HALF_WORDS = tl.constexpr(Order.HALF_WORDS.value)
 _SWAPPED = tl.constexpr(Order.SWAPPED.value)
 _SUMS = tl.constexpr(SUMS)
+
+_PIECE = 2048
+"""The most inputs of a token that a program quantises in groups."""
 
 _SHORT, _MANY, _SHORT_EACH = 1024, 4096, 4
 """Tokens of so few inputs, if there are so many, have programs of so many: the hidden activations
@@ -64,6 +68,30 @@ def store_quantized(
     else:
         place += _place(place % 128, ORDER) - place % 128
         tl.store(codes_ptr + place, codes, mask=mask)
+
+
+@triton.jit
+def store_scaled_groups(
+    x, token, tokens, piece, codes_ptr, scale_ptr, sum_ptr,
+    k: tl.constexpr, SCALE_GROUP: tl.constexpr, SUMS: tl.constexpr, CLUSTER: tl.constexpr = 1,
+):  # fmt: skip
+    """Quantises a token, or the `piece`-th of CLUSTER pieces of it, to int8 with a scale for each
+    SCALE_GROUP inputs, and stores it. x: its inputs in float32, padded with zeros to a power of
+    two. SUMS: also stores the sums of each group's codes."""
+    taken: tl.constexpr = k // CLUSTER
+    block: tl.constexpr = x.shape[0]
+    groups: tl.constexpr = block // SCALE_GROUP
+    grouped = tl.reshape(x, (groups, SCALE_GROUP))
+    scale = tl.max(tl.abs(grouped), axis=1) / 127.0
+    values = grouped * (1.0 / tl.where(scale > 0.0, scale, 1.0))[:, None]
+    values = (values + 12582912.0) - 12582912.0  # to the nearest
+    group = tl.arange(0, groups)
+    at = (piece * (taken // SCALE_GROUP) + group) * tokens + token
+    tl.store(scale_ptr + at, scale, mask=group < taken // SCALE_GROUP)
+    if SUMS:
+        tl.store(sum_ptr + at, tl.sum(values, axis=1), mask=group < taken // SCALE_GROUP)
+    codes_ptr += token.to(tl.int64) * k + piece * taken
+    _store_pairs(tl.reshape(values.to(tl.int8), (block,)), codes_ptr, taken)
 
 
 @triton.jit
@@ -120,10 +148,31 @@ def _quantize(
         )
 
 
+@triton.jit
+def _quantize_groups(
+    x_ptr, tokens, codes_ptr, scale_ptr, sum_ptr,
+    k: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, SCALE_GROUP: tl.constexpr,
+    SUMS: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """A program quantises one of a token's PIECES."""
+    token, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * (k // PIECES) + place
+    x = tl.load(x_ptr + at, mask=place < k // PIECES, other=0.0).to(tl.float32)
+    store_scaled_groups(
+        x, token, tokens, piece, codes_ptr, scale_ptr, sum_ptr, k, SCALE_GROUP, SUMS, PIECES
+    )
+
+
 def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens:
     """x [tokens, k] in 8 bits."""
     tokens, columns = x.shape
     k = form.inputs or columns
+    if form.scale_group:
+        return _quantized_groups(x, form, target)
     block = triton.next_power_of_2(k)
     each = _SHORT_EACH if block <= _SHORT and tokens >= _MANY and tokens % _SHORT_EACH == 0 else 1
     return QuantizedTokens(
@@ -141,12 +190,32 @@ def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens
     )  # fmt: skip
 
 
+def _quantized_groups(x: Array, form: TokenFormat, target: Target) -> QuantizedTokens:
+    tokens, k = x.shape
+    groups = k // form.scale_group
+    pieces = next(n for n in range(1, groups + 1) if groups % n == 0 and k // n <= _PIECE)
+    return QuantizedTokens(
+        *triton_call(
+            x, tokens,
+            kernel=_quantize_groups,
+            name="quantize_groups_of_tokens",
+            target=target,
+            out_type=out_types(tokens, k, form),
+            grid=(tokens * pieces,),
+            num_warps=4,
+            k=k, PIECES=pieces, BLOCK=triton.next_power_of_2(k // pieces),
+            SCALE_GROUP=form.scale_group, SUMS=form.group > 0,
+        )
+    )  # fmt: skip
+
+
 def out_types(tokens: int, k: int, form: TokenFormat) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Types of the arrays of `QuantizedTokens`."""
     groups = k // form.group if form.group and not form.beside else 1
     beside = 2 * SUMS if form.beside else 0
+    scales = (k // form.scale_group, tokens) if form.scale_group else (tokens,)
     return (
         jax.ShapeDtypeStruct((form.padded, k + beside), form.dtype),
-        jax.ShapeDtypeStruct((tokens,), jnp.float32),
+        jax.ShapeDtypeStruct(scales, jnp.float32),
         jax.ShapeDtypeStruct((groups, form.padded), jnp.float32),
     )
