@@ -33,9 +33,8 @@ import jax
 import jax.numpy as jnp
 from random_weights import LAYER_FORMATS, encoder
 
-from jaxserve.config import CacheConfig
 from jaxserve.model_spec import ModelSpec
-from jaxserve.models import decoder
+from jaxserve.models import decoder, delta_net
 from jaxserve.models.registry import NAMED_MODELS
 from jaxserve.runner import batch, kv_cache, sequence_state, slot_tables
 from jaxserve.runner.batch import Bucket
@@ -196,9 +195,11 @@ def launches(capability: int, step: Step) -> list[Any]:
 
 
 def spec_of(step: Step) -> ModelSpec:
-    """The step's model, with two layers: the last layer differs from the others."""
+    """The step's model, with two layers, since the last one differs from the others; with recurrent
+    ones up to the first with attention."""
     spec = NAMED_MODELS[step.model]
-    return dataclasses.replace(spec, layers=spec.layers[:2])
+    attention = next(index for index, layer in enumerate(spec.layers) if layer.attention)
+    return dataclasses.replace(spec, layers=spec.layers[: max(2, attention + 1)])
 
 
 def step_function(spec: ModelSpec, step: Step, target: Target) -> Callable[..., Any]:
@@ -216,20 +217,23 @@ def parameters(spec: ModelSpec, weights: str) -> Any:
     plain = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     if weights == "bf16":
         return plain
-    return encoded_abstract(plain, encoder(spec, weights, "fp8" if weights == "fp8" else "int8"))
+    head = None if spec.embed % 128 else "fp8" if weights == "fp8" else "int8"
+    return encoded_abstract(plain, encoder(spec, weights, head))
 
 
 def arguments(spec: ModelSpec, step: Step) -> tuple[Any, DeviceState, jax.ShapeDtypeStruct]:
     kv_format = named(step.kv)
     page_size = kv_format.page_size or 64
-    cache = CacheConfig(num_pages=PAGES, page_size=page_size)
+    cache = kv_cache.cache_config(spec, [PAGES] * len(spec.cache_groups), page_size)
+    groups = kv_cache.shapes(spec, cache, MAX_SEQS)
+    recurrent = delta_net.abstract_state(spec, jnp.bfloat16, MAX_SEQS + 1)
     state = DeviceState(
-        kv=tuple(
-            kv_format.abstract(each, jnp.bfloat16)
-            for each in kv_cache.shapes(spec, cache, MAX_SEQS)
+        kv=(
+            *(kv_format.abstract(each, jnp.bfloat16) for each in groups),
+            *(() if recurrent is None else (recurrent,)),
         ),
         sequences=jax.ShapeDtypeStruct(
-            sequence_state.shape(MAX_SEQS, spec.max_position // page_size), jnp.int32
+            sequence_state.shape(MAX_SEQS, spec.max_position // page_size, len(groups)), jnp.int32
         ),
         tables=slot_tables.abstract(MAX_SEQS, spec.vocab_size),
         pre_mlp=decoder.abstract_pre_mlp(spec, jnp.bfloat16, max(step.bucket.tokens, MAX_TOKENS)),

@@ -11,7 +11,7 @@ from tests.aot.compiled_steps import missing
 if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 
-from support_matrix import CAPABILITIES, report
+from support_matrix import CAPABILITIES, Bucket, Step, launches, report
 
 OTHERS = [each for each in CAPABILITIES if each != 90]
 """Whole programs are compiled for Hopper elsewhere."""
@@ -29,3 +29,17 @@ def test_all_kernels_of_a_step_become_machine_code_that_fits_the_card(capability
         for name, entry in formats.items():
             assert entry["kernels"] > 10, name
             assert not entry["failed"], name
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "kernel"),
+    [
+        ("qwen3.5-27b", "int4", "gated_delta_rule"),
+        ("qwen3.5-35b-a3b", "fp8", "experts"),
+        ("gpt-oss-20b", "mxfp4", "experts"),
+    ],
+)
+def test_steps_of_every_kind_of_model_can_be_traced(model: str, weights: str, kernel: str) -> None:
+    step = Step(model=model, weights=weights, kv="bf16", bucket=Bucket.decode(16))
+    names = {equation.params["name"] for equation in launches(90, step)}
+    assert any(kernel in name for name in names), names
