@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from triton.language import constexpr
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 import jaxserve_kernels
 from jaxserve_kernels.target import Target
@@ -179,6 +179,8 @@ class _Modules:
                     names[name] = self._given[name]
                 elif isinstance(value, constexpr):
                     names[name] = value.value
+                elif isinstance(value, ConstexprFunction):
+                    names[name] = value.fn
                 elif isinstance(value, JITFunction):
                     names[name] = self.function(value)
         return self._known[module.__name__]

@@ -34,6 +34,12 @@ from jaxserve_kernels.experts.triton_streaming_copies import copy_codes, copy_in
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NO_ZERO
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps, less_bias
+from jaxserve_kernels.quantized_matmul.triton_rings import (
+    groups_of,
+    token_rings,
+    weight_rings,
+    words_of,
+)
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
@@ -153,9 +159,8 @@ def _product(
     first `columns` of them. SHARED: blocks of tokens of the shared expert; 0: there is none.
     """
     tiles: gl.constexpr = k // 128
-    width: gl.constexpr = 64 if KIND < _INT4 else 32  # words of a row in a tile of 128 inputs
-    # Scales of a row in a tile, of which a word has a block's; 0: one scale per row.
-    groups: gl.constexpr = 128 // GROUP if KIND < _MXFP4 else 1
+    width: gl.constexpr = words_of(KIND)
+    groups: gl.constexpr = groups_of(KIND, GROUP)
     ahead: gl.constexpr = STAGES - 1
     if TOKENS <= MOST_BY_A_WARP:
         mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -191,23 +196,10 @@ def _product(
         end = gl.where(shared, tokens * choices + tokens, end)
     own = expert.to(gl.int64)
 
-    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // width, width // 8, [1, 0])
-    row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], gl.bfloat16)
-    per_k_step: gl.constexpr = K_TILES * groups * ROWS
-    word_ring = gl.allocate_shared_memory(gl.uint16, [STAGES, K_TILES * ROWS, width], word_tile)
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, K_TILES * TOKENS, 128], x_tile)
-    scale_ring = word_ring
-    if groups > 0:
-        scale_ring = gl.allocate_shared_memory(
-            scale_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
-        )
-    zero_ring = scale_ring
-    if ZERO != _NO_ZERO:
-        zero_ring = gl.allocate_shared_memory(
-            second_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
-        )
-
+    word_ring, scale_ring, zero_ring = weight_rings(
+        scale_ptr, second_ptr, KIND, GROUP, ZERO, ROWS, K_TILES, STAGES
+    )  # fmt: skip
+    x_ring, _, _ = token_rings(x_ptr, scale_ring, ZERO, TOKENS, K_TILES, STAGES)
     block, inner = _row(gl.arange(0, ROWS, gl.SliceLayout(1, word_copy)), n, GATED, ROWS)
     word = gl.arange(0, width, gl.SliceLayout(0, word_copy))[None, :]
     words = expert_at(packed_ptr, shared_packed_ptr, expert, shared, packed_size, SHARED > 0)

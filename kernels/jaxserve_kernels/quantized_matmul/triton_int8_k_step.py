@@ -17,33 +17,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from jaxserve_kernels.quantized_matmul.triton_arguments import NO_ZERO
-from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP
 
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 SIXTEENTH = gl.constexpr(0.0625)
 """What sums are multiplied by at the end: codes are multiplied as 16 * (code - 8)."""
-
-
-@gluon.jit
-def add_tiles(
-    acc, weight, own,
-    COUNT: gl.constexpr, groups: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    KIND: gl.constexpr, ZERO: gl.constexpr,
-):  # fmt: skip
-    """Adds the products of a k-step's first COUNT tiles. weight: words, scales and zero points.
-    own: tokens, and scales and sums of int8 ones."""
-    words, scales, zeros = weight
-    x, factors, sums = own
-    if x.dtype == gl.int8:
-        acc = _add_int8_tiles(
-            acc, words, scales, zeros, x, factors, sums, COUNT, ROWS, TOKENS, ZERO
-        )  # fmt: skip
-    else:
-        acc = add_k_steps(
-            acc, words, scales, zeros, x, COUNT, groups, ROWS, TOKENS, KIND, ZERO
-        )  # fmt: skip
-    return acc
 
 
 @gluon.jit
@@ -57,12 +36,13 @@ def _less_8(codes):
 
 
 @gluon.jit
-def _add_int8_tiles(
-    acc, words, scales, zeros, inputs, factors, sums,
-    COUNT: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, ZERO: gl.constexpr,
+def add_int8_k_steps(
+    acc, words, scales, zeros, inputs, factors, sums, COUNT: gl.constexpr, ZERO: gl.constexpr
 ):  # fmt: skip
     """`add_k_steps` with int8 tokens. `factors`, `sums`: each tile's scale of each token, and the
     sum of its codes, which is read if there are zero points. acc is 16 times the sums."""
+    ROWS: gl.constexpr = acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[1]
     mma: gl.constexpr = acc.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 4)

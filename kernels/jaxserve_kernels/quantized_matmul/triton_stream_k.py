@@ -38,8 +38,14 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
     kind,
     tokens_of,
 )
-from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH, add_tiles
+from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH
 from jaxserve_kernels.quantized_matmul.triton_results import finish, rows_of, sums_at
+from jaxserve_kernels.quantized_matmul.triton_rings import (
+    add_tiles,
+    mma_of,
+    token_rings,
+    weight_rings,
+)
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Int4Weight
@@ -88,16 +94,14 @@ def _parts(steps: gl.constexpr, tiles: gl.constexpr, EACH: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr, flag_ptr,
-    group: gl.constexpr,
+    rings, x_rings, ready, free, out_ptr, partial_ptr, flag_ptr, group: gl.constexpr,
     tokens: gl.constexpr, n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr,
     tiles: gl.constexpr, groups: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, EACH: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One of the warpgroups that multiply."""
-    x_ring, factor_ring, sum_ring = x_rings
-    int8: gl.constexpr = x_ring.dtype == gl.int8
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32 if int8 else 16])
+    int8: gl.constexpr = x_rings[0].dtype == gl.int8
+    mma: gl.constexpr = mma_of(x_rings[0].dtype, TOKENS, _ROWS)
     stage = 0
     phase = 0
     for index in range(_parts(steps, tiles, EACH)):
@@ -107,9 +111,7 @@ def _multiply(
         for _ in range(begin, end):
             mbarrier.wait(ready.index(stage), phase)
             place = stage * _GROUPS + group
-            rings = word_ring.index(place), scale_ring.index(place), zero_ring.index(place)
-            own = x_ring.index(stage), factor_ring.index(stage), sum_ring.index(stage)
-            acc = add_tiles(acc, rings, own, 1, groups, _ROWS, TOKENS, _INT4, ZERO)
+            acc = add_tiles(acc, rings, place, x_rings, stage, 1, _INT4, 128 // groups, ZERO)
             mbarrier.arrive(free.index(stage), count=1)
             stage, phase = _next(stage, phase, STAGES)
         if rows < row_tiles:
@@ -163,12 +165,13 @@ def _pointers(
 
 @gluon.jit
 def _copy_codes(
-    packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
+    packed_ptr, scale_ptr, zero_ptr, rings, ready, free,
     n: gl.constexpr, steps: gl.constexpr, row_tiles: gl.constexpr, tiles: gl.constexpr,
     groups: gl.constexpr, ZERO: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
     """Two warps that copy codes. They do not wait for earlier kernels."""
     gl.static_assert(_GROUPS == 3)
+    word_ring, scale_ring, zero_ring = rings
     stage = 0
     phase = 1
     for index in range(_parts(steps, tiles, EACH)):
@@ -263,26 +266,9 @@ def _product(
     groups: gl.constexpr = 128 // GROUP
     row_tiles: gl.constexpr = 2 * n // _ROWS
     tiles: gl.constexpr = (row_tiles + _GROUPS - 1) // _GROUPS
-    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], dtype)
     places: gl.constexpr = STAGES * _GROUPS
-    word_ring = gl.allocate_shared_memory(gl.uint16, [places, _ROWS, 32], word_tile)
-    scale_ring = gl.allocate_shared_memory(gl.float32, [places, groups * _ROWS], row_tile)
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, 128], x_tile)
-    factor_ring = scale_ring
-    sum_ring = scale_ring
-    if dtype == gl.int8:
-        factor_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], row_tile)
-    if dtype == gl.int8 and ZERO != _NO_ZERO:
-        sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], row_tile)
-    x_rings = x_ring, factor_ring, sum_ring
-    zero_ring = scale_ring
-    if ZERO != _NO_ZERO:
-        zero_ring = gl.allocate_shared_memory(
-            zero_ptr.dtype.element_ty, [places, groups * _ROWS], row_tile
-        )
+    rings = weight_rings(scale_ptr, zero_ptr, KIND, GROUP, ZERO, _ROWS, 1, places)
+    x_rings = token_rings(x_ptr, rings[1], ZERO, TOKENS, 1, STAGES)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -292,22 +278,19 @@ def _product(
     gl.warp_specialize(
         [
             (_multiply, (
-                word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 0, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
-                EACH, GATED,
+                rings, x_rings, ready, free, out_ptr, partial_ptr, flag_ptr, 0,
+                tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES, EACH, GATED,
             )),
             (_multiply, (
-                word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 1, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
-                EACH, GATED,
+                rings, x_rings, ready, free, out_ptr, partial_ptr, flag_ptr, 1,
+                tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES, EACH, GATED,
             )),
             (_multiply, (
-                word_ring, scale_ring, zero_ring, x_rings, ready, free, out_ptr, partial_ptr,
-                flag_ptr, 2, tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES,
-                EACH, GATED,
+                rings, x_rings, ready, free, out_ptr, partial_ptr, flag_ptr, 2,
+                tokens, n, steps, row_tiles, tiles, groups, ZERO, TOKENS, STAGES, EACH, GATED,
             )),
             (_copy_codes, (
-                packed_ptr, scale_ptr, zero_ptr, word_ring, scale_ring, zero_ring, ready, free,
+                packed_ptr, scale_ptr, zero_ptr, rings, ready, free,
                 n, steps, row_tiles, tiles, groups, ZERO, STAGES, EACH,
             )),
             (_copy_tokens, (

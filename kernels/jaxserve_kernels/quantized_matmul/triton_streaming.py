@@ -28,15 +28,25 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
 from jaxserve_kernels.quantized_matmul.triton_arguments import (
     INT4,
     MXFP4,
-    NO_ZERO,
     NVFP4,
     arrays,
     kind,
     tokens_of,
 )
-from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH, add_tiles
+from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP
 from jaxserve_kernels.quantized_matmul.triton_results import finish, rows_of, sums_at
+from jaxserve_kernels.quantized_matmul.triton_rings import (
+    add_tiles,
+    copy_tokens,
+    copy_weight,
+    groups_of,
+    mma_of,
+    token_rings,
+    token_source,
+    weight_rings,
+    weight_source,
+)
 from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
@@ -45,39 +55,6 @@ from jaxserve_kernels.weights import Quantized
 _INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
 _MXFP4 = gl.constexpr(MXFP4.value)
-_NO_ZERO = gl.constexpr(NO_ZERO.value)
-
-
-@gluon.jit
-def _copy(place, source, tile, left, EVEN: gl.constexpr):
-    """Copies a k-step's part of a ring. EVEN: no tile of it is past the end."""
-    if EVEN:
-        async_copy.async_load(place, source)
-    else:
-        there, _ = gl.broadcast(tile < left, source)
-        async_copy.async_load(place, source, mask=there)
-
-
-@gluon.jit
-def _copy_tokens(
-    rings, place, own, k_step, left,
-    tokens: gl.constexpr, columns: gl.constexpr, k: gl.constexpr, K_TILES: gl.constexpr,
-    SCALED: gl.constexpr, SUMMED: gl.constexpr,
-):  # fmt: skip
-    """Copies a k-step's inputs of the tokens, and the scales and sums of int8 ones. own: pointers
-    to those of the first k-step, with the inputs' indices, and their tiles."""
-    x_ring, factor_ring, sum_ring = rings
-    x, depth, tile, factors, sums, tile_of_factor = own
-    past = k_step * (K_TILES * 128)
-    there, _ = gl.broadcast(tile < left, x)
-    if columns < k:
-        there = there & (depth + past < columns)
-    async_copy.async_load(x_ring.index(place), x + past, mask=there)
-    past = k_step * (K_TILES * tokens)
-    if SCALED:
-        _copy(factor_ring.index(place), factors + past, tile_of_factor, left, False)
-    if SUMMED:
-        _copy(sum_ring.index(place), sums + past, tile_of_factor, left, False)
 
 
 @gluon.jit
@@ -98,150 +75,89 @@ def accumulate(
     only after.
     """
     tiles: gl.constexpr = k // 128
-    halves: gl.constexpr = 2 if KIND == _NVFP4 else 1
-    width: gl.constexpr = (64 if KIND < _INT4 else 32) // halves  # words of a row in a tile
-    groups: gl.constexpr = 128 // GROUP if KIND <= _INT4 else halves
     ahead: gl.constexpr = STAGES - 1
-    warps: gl.constexpr = ROWS // 16
-    rest: gl.constexpr = STEPS % K_TILES
-    even: gl.constexpr = rest == 0
+    even: gl.constexpr = STEPS % K_TILES == 0
     x_ptr, factor_ptr, sum_ptr = x
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    int8: gl.constexpr = dtype == gl.int8
-    if TOKENS <= MOST_BY_A_WARP:
-        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
-    else:
-        inputs: gl.constexpr = 32 if int8 else 16
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, TOKENS, inputs])
-    word_copy: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // width, width // 8], [warps, 1], [1, 0]
-    )
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-    wide: gl.constexpr = 16 if int8 else 8  # 16 bytes
-    x_copy: gl.constexpr = gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [warps, 1], [1, 0])
+    mma: gl.constexpr = mma_of(x_ptr.dtype.element_ty, TOKENS, ROWS)
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
     else:  # the last split is shorter, by whole k-steps
         gl.static_assert(even and tiles % K_TILES == 0)
         steps = gl.minimum(STEPS, tiles - first)
-
-    word_tile: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // width, width // 8, [1, 0])
-    row_tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    x_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, 128], dtype)
-    per_k_step: gl.constexpr = K_TILES * groups * ROWS
-    words_per_k_step: gl.constexpr = K_TILES * halves * 64 * width  # of 64 rows
-    word_ring = gl.allocate_shared_memory(
-        gl.uint16, [STAGES, K_TILES * halves * ROWS, width], word_tile
-    )
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, K_TILES * TOKENS, 128], x_tile)
-    scale_ring = word_ring
-    if groups > 0:
-        scale_ring = gl.allocate_shared_memory(
-            scale_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
-        )
-    zero_ring = scale_ring
-    if ZERO != _NO_ZERO:
-        zero_ring = gl.allocate_shared_memory(
-            second_ptr.dtype.element_ty, [STAGES, per_k_step], row_tile
-        )
-
-    factor_ring = scale_ring
-    sum_ring = scale_ring
-    summed: gl.constexpr = int8 and ZERO != _NO_ZERO
-    if int8:
-        factor_ring = gl.allocate_shared_memory(gl.float32, [STAGES, K_TILES * TOKENS], row_tile)
-    if summed:
-        sum_ring = gl.allocate_shared_memory(gl.float32, [STAGES, K_TILES * TOKENS], row_tile)
-    x_rings = x_ring, factor_ring, sum_ring
-
+    rings = weight_rings(scale_ptr, second_ptr, KIND, GROUP, ZERO, ROWS, K_TILES, STAGES)
+    x_rings = token_rings(x_ptr, rings[1], ZERO, TOKENS, K_TILES, STAGES)
     if EARLY and FIRST:
         gdc_launch_dependents()
-    lane = gl.arange(0, K_TILES * halves * ROWS, gl.SliceLayout(1, word_copy))
-    row = rows_of(program, lane % ROWS, n, GATED, ROWS)
-    block = (row // 64).to(gl.int64) * (tiles * halves) + first * halves + lane // ROWS
-    word = gl.arange(0, width, gl.SliceLayout(0, word_copy))[None, :]
-    words = packed_ptr + (block * (64 * width) + row % 64 * width)[:, None] + word
-    tile_of_words = (lane // (ROWS * halves))[:, None]
-    if groups > 0:
-        lane = gl.arange(0, per_k_step, flat)
-        row = rows_of(program, lane % ROWS, n, GATED, ROWS)
-        tile_of_row = lane // (groups * ROWS)
-        of_row = (row // 64 * tiles + first + tile_of_row) * groups + lane // ROWS % groups
-        of_row = of_row * 64 + row % 64
-    lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, x_copy))[:, None]
-    depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
-    x = x_ptr + lane % TOKENS * columns + (first + lane // TOKENS) * 128 + depth
-    depth = (first + lane // TOKENS) * 128 + depth
-    # A missing token is treated like a tile past the last one.
-    tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
-    lane = gl.arange(0, K_TILES * TOKENS, flat)
-    tile_of_factor = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)
-    of_factor = (first + lane // TOKENS) * tokens + lane % TOKENS
-    own = x, depth, tile_of_x, factor_ptr + of_factor, sum_ptr + of_factor, tile_of_factor
-
+    weight = weight_source(
+        packed_ptr, scale_ptr, second_ptr, program, first, n, k, GATED, KIND, GROUP, ROWS, K_TILES
+    )  # fmt: skip
+    own = token_source(
+        x_ptr, factor_ptr, sum_ptr, first, tokens, k, columns, TOKENS, K_TILES, ROWS // 16
+    )  # fmt: skip
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:
             left = steps - k_step * K_TILES
-            source = words + k_step * words_per_k_step
-            _copy(word_ring.index(k_step), source, tile_of_words, left, even)
-            if groups > 0:
-                at = of_row + k_step * (K_TILES * groups * 64)
-                _copy(scale_ring.index(k_step), scale_ptr + at, tile_of_row, left, even)
-            if ZERO != _NO_ZERO:
-                _copy(zero_ring.index(k_step), second_ptr + at, tile_of_row, left, even)
+            copy_weight(rings, k_step, weight, k_step, left, KIND, GROUP, ZERO, K_TILES, even)
         async_copy.commit_group()
-    if groups == 0 or KIND == _NVFP4:
-        row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, mma)), n, GATED, ROWS)
-        of_rows = gl.load((scale_ptr if groups == 0 else second_ptr) + row)
+    of_rows = _of_rows(scale_ptr, second_ptr, program, mma, n, GATED, KIND, GROUP, ROWS)
     if EARLY:
         gdc_wait()
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:
             left = steps - k_step * K_TILES
-            _copy_tokens(
-                x_rings, k_step, own, k_step, left, tokens, columns, k, K_TILES, int8, summed
-            )  # fmt: skip
+            copy_tokens(x_rings, k_step, own, k_step, left, tokens, columns, k, K_TILES, ZERO)
         async_copy.commit_group()
 
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     slot = 0
     # Not unrolled: the grid has no third dimension.
     for k_step in range(steps // K_TILES + gl.program_id(2)):
-        async_copy.wait_group(ahead - 1)
-        gl.barrier()
-        if TOKENS > MOST_BY_A_WARP:
-            fence_async_shared()
+        _wait(ahead - 1, TOKENS)
         later = k_step + ahead
         left = steps - later * K_TILES
         if left > 0:
             place = gl.where(slot == 0, ahead, slot - 1)
-            source = words + later * words_per_k_step
-            _copy(word_ring.index(place), source, tile_of_words, left, even)
-            if groups > 0:
-                at = of_row + later * (K_TILES * groups * 64)
-                _copy(scale_ring.index(place), scale_ptr + at, tile_of_row, left, even)
-            if ZERO != _NO_ZERO:
-                _copy(zero_ring.index(place), second_ptr + at, tile_of_row, left, even)
-            _copy_tokens(
-                x_rings, place, own, later, left, tokens, columns, k, K_TILES, int8, summed
-            )  # fmt: skip
+            copy_weight(rings, place, weight, later, left, KIND, GROUP, ZERO, K_TILES, even)
+            copy_tokens(x_rings, place, own, later, left, tokens, columns, k, K_TILES, ZERO)
         async_copy.commit_group()
-        rings = word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot)
-        there = x_ring.index(slot), factor_ring.index(slot), sum_ring.index(slot)
-        acc = add_tiles(acc, rings, there, K_TILES, groups, ROWS, TOKENS, KIND, ZERO)
+        acc = add_tiles(acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO)
         slot = gl.where(slot == ahead, 0, slot + 1)
     if not even:
-        async_copy.wait_group(0)
-        gl.barrier()
-        if TOKENS > MOST_BY_A_WARP:
-            fence_async_shared()
-        rings = word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot)
-        there = x_ring.index(slot), factor_ring.index(slot), sum_ring.index(slot)
-        acc = add_tiles(acc, rings, there, rest, groups, ROWS, TOKENS, KIND, ZERO)
+        _wait(0, TOKENS)
+        rest: gl.constexpr = STEPS % K_TILES
+        acc = add_tiles(acc, rings, slot, x_rings, slot, rest, KIND, GROUP, ZERO)
     if EARLY and not FIRST:
         gdc_launch_dependents()
+    return _scaled(acc, of_rows, x_ptr.dtype.element_ty, KIND, GROUP)
 
-    if int8:
+
+@gluon.jit
+def _wait(behind: gl.constexpr, TOKENS: gl.constexpr):
+    """Waits until all but `behind` groups of copies have arrived, for all warps."""
+    async_copy.wait_group(behind)
+    gl.barrier()
+    if TOKENS > MOST_BY_A_WARP:
+        fence_async_shared()
+
+
+@gluon.jit
+def _of_rows(
+    scale_ptr, second_ptr, program, mma: gl.constexpr, n: gl.constexpr, GATED: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The scales of rows, if they have one each; 0 if not."""
+    groups: gl.constexpr = groups_of(KIND, GROUP)
+    found = 0
+    if groups == 0 or KIND == _NVFP4:
+        row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, mma)), n, GATED, ROWS)
+        found = gl.load((scale_ptr if groups == 0 else second_ptr) + row)
+    return found
+
+
+@gluon.jit
+def _scaled(acc, of_rows, dtype: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
+    """The sums, from what `add_tiles` has added up."""
+    if dtype == gl.int8:
         acc *= SIXTEENTH
     elif KIND == _INT4:
         acc *= 64.0  # less_zero
@@ -249,7 +165,7 @@ def accumulate(
         acc *= (of_rows * 256.0)[:, None]
     elif KIND == _MXFP4:
         acc *= MXFP4_POWER
-    elif groups == 0:
+    elif groups_of(KIND, GROUP) == 0:
         acc *= of_rows[:, None]
     return acc
 
