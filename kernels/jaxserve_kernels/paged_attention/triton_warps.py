@@ -69,7 +69,6 @@ def _attend(
 ):  # fmt: skip
     """One program per tile, KV head and split. `scales_ptr`: the scales of the format's cache;
     ignored for bfloat16."""
-    DIM: gl.constexpr = 2 * HALF
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = PAGE // WARPS
     TILES: gl.constexpr = 4 if KIND == BF16 else 2
@@ -77,9 +76,7 @@ def _attend(
     dtype: gl.constexpr = gl.bfloat16 if KIND == BF16 else gl.float16
     flat: gl.constexpr = gl.BlockedLayout([1, HALF // 32], [1, 32], [WARPS, 1], [1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, flat)
-    of_dim: gl.constexpr = gl.SliceLayout(0, flat)
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    by_query: gl.constexpr = gl.SliceLayout(1, sums)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -136,61 +133,21 @@ def _attend(
         stride, parts, q_heads, kv_heads, eps, ROWS, HALF, 2, flat, EARLY,
     )  # fmt: skip
     row = gl.arange(0, ROWS, of_row)
-    dim = gl.expand_dims(gl.arange(0, HALF, of_dim), 0)
     is_new = (row == group) | (row == group + 1)
-    there = gl.expand_dims(is_new, 1)
     if owner:
-        at = new_row + gl.where(row > group, PAGE, 0)
-        if KIND == BF16:
-            target = kv_ptr + gl.expand_dims(at, 1) * DIM + dim
-            gl.store(target, low.to(gl.bfloat16), mask=there)
-            gl.store(target + HALF, high.to(gl.bfloat16), mask=there)
-        else:
-            if KIND == INT8:
-                largest = gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
-                new_scales = largest / 127.0
-                gl.store(scales_ptr + at, new_scales, mask=is_new)
-                key_scale = gl.sum(gl.where(row == group, new_scales, 0.0), axis=0)
-                value_scale = gl.sum(gl.where(row == group + 1, new_scales, 0.0), axis=0)
-                factor = 127.0 / gl.where(largest > 0, largest, 127.0)
-            else:
-                factor = 1.0 / gl.where(row == group, key_scale, value_scale)
-            low_byte, low_number = _encoded(low, gl.expand_dims(factor, 1), KIND)
-            high_byte, high_number = _encoded(high, gl.expand_dims(factor, 1), KIND)
-            low = gl.where(there, low_number, low)
-            high = gl.where(there, high_number, high)
-            words = (low_byte | (high_byte << 8)).to(gl.int16)
-            gl.store(kv_ptr + gl.expand_dims(at, 1) * HALF + dim, words, mask=there)
+        low, high, key_scale, value_scale = _write(
+            low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale, group, PAGE,
+            KIND,
+        )  # fmt: skip
     heads_mem = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], plain)
     heads_mem.index(0).store(low.to(dtype))
     heads_mem.index(1).store(high.to(dtype))
     q_low = for_each_warp(heads_mem.index(0), right)
     q_high = for_each_warp(heads_mem.index(1), right)
 
-    peak = gl.full([WARPS, ROWS], MASKED, gl.float32, by_query)
-    weights = gl.zeros([WARPS, KEYS, ROWS], gl.float32, sums)
-    acc_low = gl.zeros([WARPS, HALF, ROWS], gl.float32, sums)
-    acc_high = acc_low
-    if owner:  # the first warp's first key
-        heads = heads_mem.reinterpret(dtype, [2 * ROWS, HALF], vector)
-        products = low * gl.expand_dims(heads.index(group).load(of_dim).to(gl.float32), 0)
-        key_high = heads.index(ROWS + group).load(of_dim).to(gl.float32)
-        products += high * gl.expand_dims(key_high, 0)
-        score = gl.sum(products, axis=1) * (key_scale * scale)
-        score = gl.expand_dims(gl.convert_layout(score, gl.SliceLayout(0, by_query)), 0)
-        warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, by_query)), 1)
-        peak = gl.where(warp == 0, score, peak)
-        one = gl.expand_dims(gl.where(warp == 0, 1.0, peak * 0.0), 1)
-        down: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
-        key = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, down), 0), 2)
-        weights += gl.where(key == 0, one, 0.0)
-        if KIND == INT8:
-            one *= value_scale * LIFT
-        value = heads.index(group + 1).load(down).to(gl.float32)
-        acc_low += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
-        value = heads.index(ROWS + group + 1).load(down).to(gl.float32)
-        acc_high += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
-
+    peak, weights, acc_low, acc_high = _own_key(
+        low, high, heads_mem, key_scale, value_scale, owner, scale, group, sums, KEYS, KIND
+    )  # fmt: skip
     score_scale = scale * key_scale if KIND == FP8 else scale * 1.0
     for block in range(begin, end):
         place = (block - begin) % STAGES
@@ -229,31 +186,121 @@ def _attend(
     if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
         if split == 0:
             sink = gl.load(sinks_ptr + kv_head * group + row, mask=row < group, other=0.0)
-            sink = sink.to(gl.float32) * 1.4426950408889634
-            top = gl.maximum(peak, sink)
-            shrink = gl.exp2(peak - top)
-            weight = weight * shrink + gl.exp2(sink - top)
-            low *= gl.expand_dims(shrink, 1)
-            high *= gl.expand_dims(shrink, 1)
-            peak = top
+            low, high, peak, weight = _with_sink(low, high, peak, weight, sink)
     if KIND != BF16:
         rest = value_scale if KIND == FP8 else 1.0 / LIFT
         low *= rest
         high *= rest
-    valid = gl.expand_dims(row < group, 1)
     if per_split >= blocks:  # the first split has visited everything
         share = gl.expand_dims(1.0 / weight, 1)
-        q_row = token * q_heads + kv_head * group + gl.expand_dims(row, 1)
-        target = out_ptr + q_row * DIM + dim
-        gl.store(target, (low * share).to(gl.bfloat16), mask=valid)
-        gl.store(target + HALF, (high * share).to(gl.bfloat16), mask=valid)
+        place = token * q_heads + kv_head * group + row
+        _store(out_ptr, place, low * share, high * share, group)
     elif SPLITS > 1:
         place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + row
-        found = part_ptr + gl.expand_dims(place, 1) * DIM + dim
-        gl.store(found, low, mask=valid)
-        gl.store(found + HALF, high, mask=valid)
+        _store(part_ptr, place, low, high, group)
         gl.store(peak_ptr + place, peak, mask=row < group)
         gl.store(weight_ptr + place, weight, mask=row < group)
+
+
+@gluon.jit
+def _write(
+    low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale,
+    group: gl.constexpr, PAGE: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """Writes the token's key and value to the cache, the heads that are `is_new`, after `group`
+    queries. Returns the heads with the numbers that the cache then represents, and the scales of
+    key and value."""
+    ROWS: gl.constexpr = low.shape[0]
+    HALF: gl.constexpr = low.shape[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, low.type.layout))
+    dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, low.type.layout)), 0)
+    there = gl.expand_dims(is_new, 1)
+    at = new_row + gl.where(row > group, PAGE, 0)
+    if KIND == BF16:
+        target = kv_ptr + gl.expand_dims(at, 1) * (2 * HALF) + dim
+        gl.store(target, low.to(gl.bfloat16), mask=there)
+        gl.store(target + HALF, high.to(gl.bfloat16), mask=there)
+    else:
+        if KIND == INT8:
+            largest = gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
+            new_scales = largest / 127.0
+            gl.store(scales_ptr + at, new_scales, mask=is_new)
+            key_scale = gl.sum(gl.where(row == group, new_scales, 0.0), axis=0)
+            value_scale = gl.sum(gl.where(row == group + 1, new_scales, 0.0), axis=0)
+            factor = 127.0 / gl.where(largest > 0, largest, 127.0)
+        else:
+            factor = 1.0 / gl.where(row == group, key_scale, value_scale)
+        low_byte, low_number = _encoded(low, gl.expand_dims(factor, 1), KIND)
+        high_byte, high_number = _encoded(high, gl.expand_dims(factor, 1), KIND)
+        low = gl.where(there, low_number, low)
+        high = gl.where(there, high_number, high)
+        words = (low_byte | (high_byte << 8)).to(gl.int16)
+        gl.store(kv_ptr + gl.expand_dims(at, 1) * HALF + dim, words, mask=there)
+    return low, high, key_scale, value_scale
+
+
+@gluon.jit
+def _own_key(
+    low, high, heads_mem, key_scale, value_scale, owner,
+    scale: gl.constexpr, group: gl.constexpr, sums: gl.constexpr, KEYS: gl.constexpr,
+    KIND: gl.constexpr,
+):  # fmt: skip
+    """The softmax of each warp before the first page: of the first warp, if the program is the
+    `owner` of the token's key and value, with these as its first key; of the others with none."""
+    ROWS: gl.constexpr = low.shape[0]
+    HALF: gl.constexpr = low.shape[1]
+    WARPS: gl.constexpr = gl.num_warps()
+    by_query: gl.constexpr = gl.SliceLayout(1, sums)
+    of_dim: gl.constexpr = gl.SliceLayout(0, low.type.layout)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    peak = gl.full([WARPS, ROWS], MASKED, gl.float32, by_query)
+    weights = gl.zeros([WARPS, KEYS, ROWS], gl.float32, sums)
+    acc_low = gl.zeros([WARPS, HALF, ROWS], gl.float32, sums)
+    acc_high = acc_low
+    if owner:
+        heads = heads_mem.reinterpret(heads_mem.dtype, [2 * ROWS, HALF], vector)
+        products = low * gl.expand_dims(heads.index(group).load(of_dim).to(gl.float32), 0)
+        key_high = heads.index(ROWS + group).load(of_dim).to(gl.float32)
+        products += high * gl.expand_dims(key_high, 0)
+        score = gl.sum(products, axis=1) * (key_scale * scale)
+        score = gl.expand_dims(gl.convert_layout(score, gl.SliceLayout(0, by_query)), 0)
+        warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, by_query)), 1)
+        peak = gl.where(warp == 0, score, peak)
+        one = gl.expand_dims(gl.where(warp == 0, 1.0, peak * 0.0), 1)
+        down: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
+        key = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, down), 0), 2)
+        weights += gl.where(key == 0, one, 0.0)
+        if KIND == INT8:
+            one *= value_scale * LIFT
+        value = heads.index(group + 1).load(down).to(gl.float32)
+        acc_low += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
+        value = heads.index(ROWS + group + 1).load(down).to(gl.float32)
+        acc_high += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
+    return peak, weights, acc_low, acc_high
+
+
+@gluon.jit
+def _with_sink(low, high, peak, weight, sink):
+    """The softmax with each query's sink, a logit without a value."""
+    sink = sink.to(gl.float32) * 1.4426950408889634
+    top = gl.maximum(peak, sink)
+    shrink = gl.exp2(peak - top)
+    weight = weight * shrink + gl.exp2(sink - top)
+    low *= gl.expand_dims(shrink, 1)
+    high *= gl.expand_dims(shrink, 1)
+    return low, high, top, weight
+
+
+@gluon.jit
+def _store(out_ptr, place, low, high, group: gl.constexpr):
+    """Stores both halves of the first `group` heads at their places, in the target's dtype."""
+    HALF: gl.constexpr = low.shape[1]
+    row = gl.expand_dims(gl.arange(0, low.shape[0], gl.SliceLayout(1, low.type.layout)), 1)
+    dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, low.type.layout)), 0)
+    at = out_ptr + gl.expand_dims(place, 1) * (2 * HALF) + dim
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    gl.store(at, low.to(dtype), mask=row < group)
+    gl.store(at + HALF, high.to(dtype), mask=row < group)
 
 
 def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr, target: Target) -> Config:
