@@ -1,5 +1,6 @@
 # ruff: noqa: RUF005  (Triton adds tuples in no other way)
-"""Computes a token's heads from the projection's partial sums, inside attention kernels.
+"""Computes a token's heads from the projection's partial sums, and writes its key and value, inside
+attention kernels.
 
 The rows of a program are the queries that share a KV head, then its key, then its value. A head is
 two or four pieces [rows, width]. Norms and bias are None if the model has none. `triton_streaming`
@@ -11,6 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
+
+from jaxserve_kernels.paged_attention.triton_visits import BF16, FP8, INT8
 
 
 @gluon.jit
@@ -129,3 +132,53 @@ def _normed(x, norms, eps: gl.constexpr, PIECES: gl.constexpr):
     for piece in gl.static_range(PIECES):
         y = y + (rounded(rounded(x[piece] * scale) * norms[piece]),)
     return y
+
+
+@gluon.jit
+def _encoded(x, factor, KIND: gl.constexpr):
+    """Encodes x * factor in 8 bits. Returns the bytes, and the numbers that they encode."""
+    if KIND == FP8:
+        code = gl.minimum(gl.maximum(x * factor, -448.0), 448.0).to(gl.float8e4nv)
+        byte = code.to(gl.uint8, bitcast=True).to(gl.int32)
+        number = code.to(gl.float32)
+    else:
+        number = (x * factor + 12582912.0) - 12582912.0  # to the nearest integer, halves to even
+        byte = number.to(gl.int32) + 128
+    return byte, number
+
+
+@gluon.jit
+def write_heads(
+    low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale,
+    group: gl.constexpr, PAGE: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """Writes the token's key and value to the cache, the heads that are `is_new`, after `group`
+    queries. Returns the heads with the numbers that the cache then represents, and the scales of
+    key and value."""
+    ROWS: gl.constexpr = low.shape[0]
+    HALF: gl.constexpr = low.shape[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, low.type.layout))
+    dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, low.type.layout)), 0)
+    there = gl.expand_dims(is_new, 1)
+    at = new_row + gl.where(row > group, PAGE, 0)
+    if KIND == BF16:
+        target = kv_ptr + gl.expand_dims(at, 1) * (2 * HALF) + dim
+        gl.store(target, low.to(gl.bfloat16), mask=there)
+        gl.store(target + HALF, high.to(gl.bfloat16), mask=there)
+    else:
+        if KIND == INT8:
+            largest = gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
+            new_scales = largest / 127.0
+            gl.store(scales_ptr + at, new_scales, mask=is_new)
+            key_scale = gl.sum(gl.where(row == group, new_scales, 0.0), axis=0)
+            value_scale = gl.sum(gl.where(row == group + 1, new_scales, 0.0), axis=0)
+            factor = 127.0 / gl.where(largest > 0, largest, 127.0)
+        else:
+            factor = 1.0 / gl.where(row == group, key_scale, value_scale)
+        low_byte, low_number = _encoded(low, gl.expand_dims(factor, 1), KIND)
+        high_byte, high_number = _encoded(high, gl.expand_dims(factor, 1), KIND)
+        low = gl.where(there, low_number, low)
+        high = gl.where(there, high_number, high)
+        words = (low_byte | (high_byte << 8)).to(gl.int16)
+        gl.store(kv_ptr + gl.expand_dims(at, 1) * HALF + dim, words, mask=there)
+    return low, high, key_scale, value_scale

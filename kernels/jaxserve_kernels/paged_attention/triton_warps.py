@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config, limits_of
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton_heads import token_heads
+from jaxserve_kernels.paged_attention.triton_heads import token_heads, write_heads
 from jaxserve_kernels.paged_attention.triton_merge import merged, part_types
 from jaxserve_kernels.paged_attention.triton_visits import (
     BF16,
@@ -40,19 +40,6 @@ from jaxserve_kernels.triton_call import triton_call
 _PAGE = 64
 _MOST_ROWS = 16
 """The most rows of a program: the queries that share a KV head, its key and its value."""
-
-
-@gluon.jit
-def _encoded(x, factor, KIND: gl.constexpr):
-    """Encodes x * factor in 8 bits. Returns the bytes, and the numbers that they encode."""
-    if KIND == FP8:
-        code = gl.minimum(gl.maximum(x * factor, -448.0), 448.0).to(gl.float8e4nv)
-        byte = code.to(gl.uint8, bitcast=True).to(gl.int32)
-        number = code.to(gl.float32)
-    else:
-        number = (x * factor + 12582912.0) - 12582912.0  # to the nearest integer, halves to even
-        byte = number.to(gl.int32) + 128
-    return byte, number
 
 
 @gluon.jit
@@ -135,7 +122,7 @@ def _attend(
     row = gl.arange(0, ROWS, of_row)
     is_new = (row == group) | (row == group + 1)
     if owner:
-        low, high, key_scale, value_scale = _write(
+        low, high, key_scale, value_scale = write_heads(
             low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale, group, PAGE,
             KIND,
         )  # fmt: skip
@@ -200,43 +187,6 @@ def _attend(
         _store(part_ptr, place, low, high, group)
         gl.store(peak_ptr + place, peak, mask=row < group)
         gl.store(weight_ptr + place, weight, mask=row < group)
-
-
-@gluon.jit
-def _write(
-    low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale,
-    group: gl.constexpr, PAGE: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
-    """Writes the token's key and value to the cache, the heads that are `is_new`, after `group`
-    queries. Returns the heads with the numbers that the cache then represents, and the scales of
-    key and value."""
-    ROWS: gl.constexpr = low.shape[0]
-    HALF: gl.constexpr = low.shape[1]
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, low.type.layout))
-    dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, low.type.layout)), 0)
-    there = gl.expand_dims(is_new, 1)
-    at = new_row + gl.where(row > group, PAGE, 0)
-    if KIND == BF16:
-        target = kv_ptr + gl.expand_dims(at, 1) * (2 * HALF) + dim
-        gl.store(target, low.to(gl.bfloat16), mask=there)
-        gl.store(target + HALF, high.to(gl.bfloat16), mask=there)
-    else:
-        if KIND == INT8:
-            largest = gl.max(gl.maximum(gl.abs(low), gl.abs(high)), axis=1)
-            new_scales = largest / 127.0
-            gl.store(scales_ptr + at, new_scales, mask=is_new)
-            key_scale = gl.sum(gl.where(row == group, new_scales, 0.0), axis=0)
-            value_scale = gl.sum(gl.where(row == group + 1, new_scales, 0.0), axis=0)
-            factor = 127.0 / gl.where(largest > 0, largest, 127.0)
-        else:
-            factor = 1.0 / gl.where(row == group, key_scale, value_scale)
-        low_byte, low_number = _encoded(low, gl.expand_dims(factor, 1), KIND)
-        high_byte, high_number = _encoded(high, gl.expand_dims(factor, 1), KIND)
-        low = gl.where(there, low_number, low)
-        high = gl.where(there, high_number, high)
-        words = (low_byte | (high_byte << 8)).to(gl.int16)
-        gl.store(kv_ptr + gl.expand_dims(at, 1) * HALF + dim, words, mask=there)
-    return low, high, key_scale, value_scale
 
 
 @gluon.jit
