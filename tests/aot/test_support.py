@@ -43,3 +43,13 @@ def test_steps_of_every_kind_of_model_can_be_traced(model: str, weights: str, ke
     step = Step(model=model, weights=weights, kv="bf16", bucket=Bucket.decode(16))
     names = {equation.params["name"] for equation in launches(90, step)}
     assert any(kernel in name for name in names), names
+
+
+@pytest.mark.parametrize("rows", [9, 64])
+@pytest.mark.parametrize("model", ["qwen3-4b", "qwen3.5-27b", "qwen3-30b-a3b"])
+def test_norms_make_the_int8_tokens_of_products(model: str, rows: int) -> None:
+    """Only the first layer's are made by a kernel of their own: no kernel adds to its norm."""
+    step = Step(model=model, weights="int4", kv="bf16", bucket=Bucket.decode(rows))
+    names = [equation.params["name"] for equation in launches(90, step)]
+    assert names.count("quantize_groups_of_tokens") == 1
+    assert any("quantizing" in name for name in names)
