@@ -155,19 +155,17 @@ def expert_steps() -> str:
 
 
 def large_models() -> str:
-    rows: list[list[str]] = []
+    cells: dict[str, dict[int, str]] = {}
     for loop in measured("large_models_h200")["loops"]:
         for point in loop["points"]:
-            rows.append([
-                f"{loop['model']} {loop['weights']}",
-                f"{loop['prompt_tokens']:,} / {loop['output_tokens']:,}",
-                str(point["concurrency"]),
-                f"{point['output_tok_per_s']:,.0f}",
-                f"{point['ttft_ms']['p50']:.0f}",
-                f"{point['tpot_ms']['p50']:.2f}",
-            ])  # fmt: skip
-    head = ["model", "tokens in / out", "clients", "output tok/s"]
-    return table([*head, "TTFT p50, ms", "TPOT p50, ms"], rows, "large_models_h200")
+            ttft, tpot = point["ttft_ms"]["p50"], point["tpot_ms"]["p50"]
+            cell = f"{point['output_tok_per_s']:,.0f} ({ttft:.0f}, {tpot:.2f})"
+            row = cells.setdefault(f"{loop['model']} {loop['weights']}", {})
+            row[point["concurrency"]] = cell
+    clients = (1, 8, 32, 64, 10)
+    head = ["tok/s (TTFT, TPOT in ms)", "1 client", "8", "32", "64", "10, long"]
+    rows = [[name, *(row.get(each, "") for each in clients)] for name, row in cells.items()]
+    return table(head, rows, "large_models_h200")
 
 
 def kv_speed() -> str:

@@ -169,8 +169,9 @@ def reads_copy(tokens: int, target: Target) -> bool:
 
 
 def reads_quantized(operand: Operand, tokens: int, config: Config, target: Target) -> bool:
-    """Whether the norm before an e4m3 product should quantise its tokens. That saves up to 1 % of a
-    step of 256 rows. It made no difference with fewer rows, or with NVFP4 in Triton."""
+    """Whether the norm before a product should quantise its tokens. Before e4m3 products that saves
+    up to 1 % of a step of 256 rows. It made no difference with fewer rows, or with NVFP4 in Triton.
+    Int8 tokens of streaming products always come from norms, if there is one."""
     if config.int8_tokens or (config.method == "hopper" and operand.kind != Kind.INT4):
         return True
     in_8_bits = config.method in ("e4m3", "hopper") and operand.kind in (Kind.INT4, Kind.FP8)

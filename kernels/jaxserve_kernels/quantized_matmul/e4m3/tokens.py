@@ -76,7 +76,8 @@ class Order(IntEnum):
 
     INPUTS = 0
     BYTES = 1
-    """The order of weights in bytes: byte i is input 64 * (i % 2) + i // 2."""
+    """The order of weights in bytes, and of 4-bit codes that become int8: byte i is input
+    64 * (i % 2) + i // 2."""
     WORDS = 2
     """The order in which `hopper` extracts e2m1 codes, if 32 words hold 128 inputs."""
     HALF_WORDS = 3
