@@ -14,13 +14,12 @@ def test_the_program_fits_and_its_products_do_not_wait(value_heads: int, tmp_pat
     from jaxserve_kernels.gated_delta_rule.hopper_blocks import _advance
 
     types = {
-        "of_keys": tma_blocks(64, 128), "of_values": tma_blocks(64, 32, swizzle=64),
+        "of_keys": tma_blocks(64, 128), "of_values": tma_blocks(64, 64),
         "solved": tma_blocks(128, 64), "scores": tma_blocks(64, 64),
         "factors_ptr": "*fp32", "state_ptr": "*fp32", "out_ptr": "*bf16",
         "layer": "i32", "slots": "i32",
     }  # fmt: skip
     constants = {"key_heads": 16, "value_heads": value_heads, "KEY": 128, "VALUE": 128}
     kernel = compile_kernel(_advance, types, constants)
-    # With Triton 3.6, addresses that the loop reads and does not change: none with 3.9.
-    check_registers_and_memory(kernel, tmp_path, spilled=48)
-    assert kernel.metadata.num_warps == 16  # three warpgroups, and one for the producer's warp
+    check_registers_and_memory(kernel, tmp_path)
+    assert kernel.metadata.num_warps == 8  # a warpgroup, and one for the producer's warp

@@ -1,12 +1,10 @@
 """Carries the state from block to block on Hopper: the same as `triton_blocks._advance`.
 
 A program has one chunk, one value head, and 64 of the state's columns. A producer warp copies the
-parts of the next blocks into a ring in shared memory. Two warpgroups have 32 columns of the state
-each, in registers. A third computes the outputs of a block while those two compute the next state.
-So the products that follow each other in a block are three instead of five.
-
-The tensor cores read the state, and the sums that are multiplied again, from shared memory, as a
-high and a low part (`_store_halves`).
+parts of the next blocks into a ring in shared memory. A warpgroup has the columns of the state in
+registers, transposed: [columns, keys]. So the tensor cores read the state, and the sums that are
+multiplied again, from the registers in which they have computed them, as a high and a low part
+(`_halves`). A block's outputs are products beside those that follow each other.
 """
 
 from __future__ import annotations
@@ -33,147 +31,121 @@ from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
 _BLOCK = gl.constexpr(64)
 """Tokens of a block."""
 
-_COLUMNS = gl.constexpr(32)
-"""State columns of a warpgroup."""
+_COLUMNS = gl.constexpr(64)
+"""State columns of a program."""
 
 _STAGES = gl.constexpr(2)
 
-_STATE, _WRITE, _FREE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Barriers between warpgroups: the state and the sums are ready; from _FREE on, they are free."""
-
-_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-_ROW = gl.constexpr(gl.SliceLayout(1, _SUMS))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Sums of [columns, tokens]."""
+_TOKEN = gl.constexpr(gl.SliceLayout(0, _SUMS))
 
 
 @gluon.jit
-def _store_halves(x, buffers, part: gl.constexpr):
-    """Stores float32 sums as bfloat16: the high parts, and the low parts, which are the rest."""
+def _halves(x, COLUMNS: gl.constexpr):
+    """Float32 sums as the left operand of a product of so many columns, in bfloat16: the high
+    parts, and the low parts, which are the rest."""
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     high = x.to(gl.bfloat16)
-    buffers.index(2 * part).store(high)
-    buffers.index(2 * part + 1).store((x - high.to(gl.float32)).to(gl.bfloat16))
+    low = (x - high.to(gl.float32)).to(gl.bfloat16)
+    return (
+        gl.convert_layout(high, left, assert_trivial=True),
+        gl.convert_layout(low, left, assert_trivial=True),
+    )
 
 
 @gluon.jit
-def _add(left, halves, part: gl.constexpr, total):
-    """total + left @ (high + low), not yet waited for."""
-    total = warpgroup_mma(left, halves.index(2 * part + 1), total, is_async=True)
-    return warpgroup_mma(left, halves.index(2 * part), total, is_async=True)
+def _add(halves, right, total, first: gl.constexpr = False):
+    """total + (high + low) @ right, not yet waited for. first: total counts as 0."""
+    total = warpgroup_mma(halves[1], right, total, use_acc=not first, is_async=True)
+    return warpgroup_mma(halves[0], right, total, is_async=True)
+
+
+@gluon.jit
+def _places(ptr, column, layout: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr):
+    """Pointers to the state's columns from `column` on, [columns, keys]. The compiler cannot see
+    through a copy of the number, so it computes them here: before the loop, which has no registers
+    for them, it would compute all."""
+    column = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [column], dtype=gl.int32, is_pure=False, pack=1
+    )
+    columns = column + gl.arange(0, _COLUMNS, gl.SliceLayout(1, layout))[:, None]
+    return ptr + (gl.arange(0, KEY, gl.SliceLayout(0, layout))[None, :] * VALUE + columns)
 
 
 @gluon.jit
 def _carry(
-    k_ring, v_ring, solved_ring, factor_ring, states, wanted, writes, scaled, ready,
-    free, handed,
-    factors_ptr, state_ptr, kept_ptr, first_block, count, kept, head, goes_on,
-    part: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+    rings, results, ready, free, factors_ptr, state_ptr, kept_ptr, out_ptr, first_block, count,
+    kept, head, column, goes_on,
+    value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `part`: carries its columns of the state over the chunk's blocks. Also stores the
-    state after the first `kept` of them."""
-    state_ready = handed.index(_STATE)
-    state_free = handed.index(_FREE + _STATE)
-    write_ready = handed.index(_WRITE)
-    write_free = handed.index(_FREE + _WRITE)
-    key = gl.arange(0, KEY, _ROW)[:, None]
-    column = part * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(0, _SUMS))[None, :]
-    tile = state_ptr + key * VALUE + column
-    kept_tile = kept_ptr + key * VALUE + column
-    there, _ = gl.broadcast((key >= 0) & goes_on, tile)
-    state = gl.load(tile, mask=there, other=0.0)
-    nothing = gl.zeros([_BLOCK, _COLUMNS], gl.float32, _SUMS)
+    """Carries the state over the chunk's blocks, and stores their outputs. Also stores the state
+    after the first `kept` blocks."""
+    k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring = rings
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY, 16])
+    places = _places(state_ptr, column, layout, KEY, VALUE)
+    there, _ = gl.broadcast(goes_on, places)
+    state = gl.load(places, mask=there, other=0.0)
+    nothing = gl.zeros([_COLUMNS, _BLOCK], gl.float32, _SUMS)
+    target = out_ptr
     for block in range(count):
         stage = block % _STAGES
-        before = (block & 1) ^ 1
         forget = gl.load(factors_ptr + ((first_block + block) * value_heads + head) * 256 + 255)
-        mbarrier.wait(state_free, before)
-        _store_halves(state, states, part)
-        fence_async_shared()
-        gl.barrier()
-        mbarrier.arrive(state_ready, count=1)
-
         mbarrier.wait(ready.index(stage), (block // _STAGES) & 1)
         k = k_ring.index(stage)
         solved = solved_ring.index(stage)
         factors = factor_ring.index(stage)
-        found = _add(k, states, part, nothing)
-        v = v_ring.index(2 * stage + part).load(_SUMS).to(gl.float32)
-        k_factor = factors.slice(0, _BLOCK).load(_ROW)
-        found = warpgroup_mma_wait(0, deps=[found])
-        _store_halves(v - k_factor[:, None] * found, wanted, part)
-        fence_async_shared()
-        gl.barrier()
+        halves = _halves(state, _BLOCK)
+        found = _add(halves, k.permute((1, 0)), nothing, first=True)
+        read = _add(halves, q_ring.index(stage).permute((1, 0)), nothing, first=True)
+        found, read = warpgroup_mma_wait(0, deps=[found, read])
 
-        low = solved.slice(_BLOCK, _BLOCK)
-        write = warpgroup_mma(low, wanted.index(2 * part), nothing, is_async=True)
-        write = _add(solved.slice(0, _BLOCK), wanted, part, write)
-        last = factors.slice(2 * _BLOCK, _BLOCK).load(_ROW)
+        v = v_ring.index(stage).permute((1, 0)).load(_SUMS).to(gl.float32)
+        missing = _halves(v - factors.slice(0, _BLOCK).load(_TOKEN)[None, :] * found, _BLOCK)
+        low = solved.slice(_BLOCK, _BLOCK).permute((1, 0))
+        write = warpgroup_mma(missing[0], low, nothing, use_acc=False, is_async=True)
+        write = _add(missing, solved.slice(0, _BLOCK).permute((1, 0)), write)
+        q_factor = factors.slice(_BLOCK, _BLOCK).load(_TOKEN)
+        last = factors.slice(2 * _BLOCK, _BLOCK).load(_TOKEN)
         write = warpgroup_mma_wait(0, deps=[write])
-        mbarrier.wait(write_free, before)
-        _store_halves(write, writes, part)
-        _store_halves(last[:, None] * write, scaled, part)
-        fence_async_shared()
-        gl.barrier()
-        mbarrier.arrive(write_ready, count=1)
 
-        state = _add(k.permute((1, 0)), scaled, part, forget * state)
-        state = warpgroup_mma_wait(0, deps=[state])
-        gl.barrier()
-        mbarrier.arrive(free.index(stage), count=1)
+        state = _add(_halves(last[None, :] * write, KEY), k, forget * state)
+        scores = scores_ring.index(stage).permute((1, 0))
+        out = _add(_halves(write, _BLOCK), scores, q_factor[None, :] * read)
+        state, out = warpgroup_mma_wait(0, deps=[state, out])
+        _store(out, results.index(stage), target, free.index(stage), value_heads * VALUE)
+        target += _BLOCK * value_heads * VALUE
         if block + 1 == kept:
-            gl.store(kept_tile, state)
-    gl.store(tile, state)
+            gl.store(_places(kept_ptr, column, layout, KEY, VALUE), state)
+    gl.store(_places(state_ptr, column, layout, KEY, VALUE), state)
 
 
 @gluon.jit
-def _read(
-    q_ring, scores_ring, factor_ring, states, writes, ready, free, handed, out_ptr, count,
-    value_heads: gl.constexpr, VALUE: gl.constexpr,
-):  # fmt: skip
-    """The warpgroup that computes outputs of both warpgroups' columns."""
-    state_ready = handed.index(_STATE)
-    state_free = handed.index(_FREE + _STATE)
-    write_ready = handed.index(_WRITE)
-    write_free = handed.index(_FREE + _WRITE)
-    token = gl.arange(0, _BLOCK, _ROW)[:, None]
-    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, _SUMS))[None, :]
-    target = out_ptr + token * (value_heads * VALUE) + column
-    nothing = gl.zeros([_BLOCK, _COLUMNS], gl.float32, _SUMS)
-    for block in range(count):
-        stage = block % _STAGES
-        mbarrier.wait(ready.index(stage), (block // _STAGES) & 1)
-        q_factor = factor_ring.index(stage).slice(_BLOCK, _BLOCK).load(_ROW)
-        mbarrier.wait(state_ready, block & 1)
-        first = _add(q_ring.index(stage), states, 0, nothing)
-        second = _add(q_ring.index(stage), states, 1, nothing)
-        first, second = warpgroup_mma_wait(0, deps=[first, second])
-        gl.barrier()
-        mbarrier.arrive(state_free, count=1)
-
-        mbarrier.wait(write_ready, block & 1)
-        scores = scores_ring.index(stage)
-        first = _add(scores, writes, 0, q_factor[:, None] * first)
-        second = _add(scores, writes, 1, q_factor[:, None] * second)
-        first, second = warpgroup_mma_wait(0, deps=[first, second])
-        gl.barrier()
-        mbarrier.arrive(write_free, count=1)
-        mbarrier.arrive(free.index(stage), count=1)
-        gl.store(target, first.to(gl.bfloat16))
-        gl.store(target + _COLUMNS, second.to(gl.bfloat16))
-        target += _BLOCK * value_heads * VALUE
+def _store(out, buffer, out_ptr, free, stride: gl.constexpr):
+    """Stores outputs [columns, tokens] of a block through shared memory, and frees its stage."""
+    buffer.permute((1, 0)).store(out.to(gl.bfloat16))
+    gl.barrier()
+    mbarrier.arrive(free, count=1)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    token = gl.arange(0, _BLOCK, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    gl.store(out_ptr + token * stride + column, buffer.load(layout))
 
 
 @gluon.jit
 def _copy(
-    of_keys, of_values, solved, scores, factors_ptr,
-    k_ring, v_ring, q_ring, solved_ring, scores_ring, factor_ring, ready, free,
+    of_keys, of_values, solved, scores, factors_ptr, rings, ready, free,
     first, first_block, count, head, column,
     key_heads: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
+    k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring = rings
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     factors_ptr += gl.arange(0, 4 * _BLOCK, flat)
     q_column = head // (value_heads // key_heads) * KEY
     v_column = 2 * key_heads * KEY + head * VALUE + column
-    size: gl.constexpr = 2 * (2 * _BLOCK * KEY + 2 * _BLOCK * _COLUMNS + 3 * _BLOCK * _BLOCK)
+    size: gl.constexpr = 2 * (2 * _BLOCK * KEY + _BLOCK * _COLUMNS + 3 * _BLOCK * _BLOCK)
     for block in range(count):
         stage = block % _STAGES
         bar = ready.index(stage)
@@ -182,11 +154,9 @@ def _copy(
         mbarrier.wait(free.index(stage), ((block // _STAGES) & 1) ^ 1)
         mbarrier.expect(bar, size)
         tma.async_load(of_keys, [token, q_column + key_heads * KEY], bar, k_ring.index(stage))
-        tma.async_load(of_values, [token, v_column], bar, v_ring.index(2 * stage))
-        second = [token, v_column + _COLUMNS]
-        tma.async_load(of_values, second, bar, v_ring.index(2 * stage + 1))
-        tma.async_load(solved, [at * (2 * _BLOCK), 0], bar, solved_ring.index(stage))
         tma.async_load(of_keys, [token, q_column], bar, q_ring.index(stage))
+        tma.async_load(of_values, [token, v_column], bar, v_ring.index(stage))
+        tma.async_load(solved, [at * (2 * _BLOCK), 0], bar, solved_ring.index(stage))
         tma.async_load(scores, [at * _BLOCK, 0], bar, scores_ring.index(stage))
         async_copy.async_load(factor_ring.index(stage), factors_ptr + at * (4 * _BLOCK))
         async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -202,7 +172,7 @@ def _advance(
 ):  # fmt: skip
     chunk = gl.program_id(0)
     head = gl.program_id(1)
-    column = gl.program_id(2) * (2 * _COLUMNS)
+    column = gl.program_id(2) * _COLUMNS
     count = gl.load(count_ptr + chunk)
     if count == 0:
         return
@@ -212,62 +182,44 @@ def _advance(
     first_block = gl.load(number_ptr + chunk)
     kept = gl.load(kept_ptr + chunk)
     kept_slot = gl.load(kept_slot_ptr + chunk).to(gl.int64)
-    state_ptr += head * (KEY * VALUE) + column
+    state_ptr += head * (KEY * VALUE)
     kept_state_ptr = state_ptr + (layer * slots + kept_slot) * (value_heads * KEY * VALUE)
     state_ptr += (layer * slots + slot) * (value_heads * KEY * VALUE)
     out_ptr += (first.to(gl.int64) * value_heads + head) * VALUE + column
 
-    narrow: gl.constexpr = of_values.layout
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK, KEY], of_keys.layout)
-    q_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK, KEY], of_keys.layout)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [2 * _STAGES, _BLOCK, _COLUMNS], narrow)
+    square: gl.constexpr = scores.layout
+    keys: gl.constexpr = [_STAGES, _BLOCK, KEY]
+    of_block: gl.constexpr = [_STAGES, _BLOCK, _BLOCK]
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, keys, of_keys.layout)
+    q_ring = gl.allocate_shared_memory(gl.bfloat16, keys, of_keys.layout)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, of_block, of_values.layout)
     solved_ring = gl.allocate_shared_memory(
         gl.bfloat16, [_STAGES, 2 * _BLOCK, _BLOCK], solved.layout
     )
-    scores_ring = gl.allocate_shared_memory(gl.bfloat16, [_STAGES, _BLOCK, _BLOCK], scores.layout)
+    scores_ring = gl.allocate_shared_memory(gl.bfloat16, of_block, square)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factor_ring = gl.allocate_shared_memory(gl.float32, [_STAGES, 4 * _BLOCK], plain)
-    states = gl.allocate_shared_memory(gl.bfloat16, [4, KEY, _COLUMNS], narrow)
-    wanted = gl.allocate_shared_memory(gl.bfloat16, [4, _BLOCK, _COLUMNS], narrow)
-    writes = gl.allocate_shared_memory(gl.bfloat16, [4, _BLOCK, _COLUMNS], narrow)
-    scaled = gl.allocate_shared_memory(gl.bfloat16, [4, _BLOCK, _COLUMNS], narrow)
+    results = gl.allocate_shared_memory(gl.bfloat16, of_block, square)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    handed = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
         mbarrier.init(ready.index(stage), count=1 + 32)  # the producer's threads copy factors
-        mbarrier.init(free.index(stage), count=3)
-    for number in gl.static_range(2):
-        mbarrier.init(handed.index(number), count=2)
-        mbarrier.init(handed.index(2 + number), count=1)
+        mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
+    rings = k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring
     gl.warp_specialize(
         [
             (_carry, (
-                k_ring, v_ring, solved_ring, factor_ring, states, wanted, writes, scaled, ready,
-                free, handed,
-                factors_ptr, state_ptr, kept_state_ptr, first_block, count, kept, head, goes_on,
-                0, value_heads, KEY, VALUE,
-            )),
-            (_carry, (
-                k_ring, v_ring, solved_ring, factor_ring, states, wanted, writes, scaled, ready,
-                free, handed,
-                factors_ptr, state_ptr, kept_state_ptr, first_block, count, kept, head, goes_on,
-                1, value_heads, KEY, VALUE,
-            )),
-            (_read, (
-                q_ring, scores_ring, factor_ring, states, writes, ready, free, handed, out_ptr,
-                count,
-                value_heads, VALUE,
+                rings, results, ready, free, factors_ptr, state_ptr, kept_state_ptr, out_ptr,
+                first_block, count, kept, head, column, goes_on, value_heads, KEY, VALUE,
             )),
             (_copy, (
-                of_keys, of_values, solved, scores, factors_ptr, k_ring, v_ring, q_ring,
-                solved_ring, scores_ring, factor_ring, ready, free, first, first_block, count,
-                head, column, key_heads, value_heads, KEY, VALUE,
+                of_keys, of_values, solved, scores, factors_ptr, rings, ready, free,
+                first, first_block, count, head, column, key_heads, value_heads, KEY, VALUE,
             )),
         ],
-        [4, 4, 1],
-        [152, 152, 40],
+        [1],
+        [40],
     )  # fmt: skip
 
 
@@ -288,7 +240,6 @@ def advance(
     """
     solved, scores, factors = prepared
     wide = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    narrow = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     size, columns = _BLOCK.value, _COLUMNS.value
     arguments: dict[str, Any] = {
         "key_heads": heads.key_heads, "value_heads": heads.value_heads,
@@ -296,7 +247,7 @@ def advance(
     }  # fmt: skip
     return triton_call(
         tensor_descriptor(qkv, (size, heads.key_dim), wide),
-        tensor_descriptor(qkv, (size, columns), narrow),
+        tensor_descriptor(qkv, (size, columns), wide),
         tensor_descriptor(solved.reshape(-1, size), (2 * size, size), wide),
         tensor_descriptor(scores.reshape(-1, size), (size, size), wide),
         factors, *arrays,
@@ -306,7 +257,7 @@ def advance(
         out_type=jax.ShapeDtypeStruct(
             (qkv.shape[0], heads.value_heads, heads.value_dim), qkv.dtype
         ),
-        grid=(arrays[0].shape[0], heads.value_heads, heads.value_dim // (2 * columns)),
+        grid=(arrays[0].shape[0], heads.value_heads, heads.value_dim // columns),
         num_warps=4,
         slots=arrays[-2].shape[1],
         **arguments,
@@ -315,5 +266,5 @@ def advance(
 
 def fits(heads: Heads, block: int, dtype: Any) -> bool:
     """Whether the kernel supports these heads and blocks."""
-    keys, values = heads.key_dim in (64, 128), heads.value_dim % (2 * _COLUMNS.value) == 0
+    keys, values = heads.key_dim in (64, 128), heads.value_dim % _COLUMNS.value == 0
     return block == _BLOCK.value and keys and values and dtype == jax.numpy.bfloat16
