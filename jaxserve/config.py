@@ -90,6 +90,8 @@ class CacheConfig:
     state_block: int = 1
     """Tokens of a prompt that recurrent layers compute together. Blocks begin at multiples of this
     number. It is a power of two; 1 without recurrent layers."""
+    most_prompts: int = sys.maxsize
+    """The most prompts that a step may advance. Recurrent layers need scratch memory for each."""
 
     def __post_init__(self) -> None:
         _ = self.groups  # constructing the groups checks them

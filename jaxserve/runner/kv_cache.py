@@ -10,10 +10,11 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, PagedGroup
-from jaxserve.model_spec import ModelSpec
+from jaxserve.model_spec import ModelSpec, StateLayers
 from jaxserve.models.drafts.spec import DraftSpec
 from jaxserve.runner import draft_cache
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, PageLayout
+from jaxserve_kernels.recurrent_state import MOST_PROMPTS
 
 _WINDOWS = 2
 """Pages of a group with a window, as a multiple of the pages that all sequences hold there. The
@@ -130,8 +131,12 @@ def cache_config(
         own_tokens=own_tokens,
         snapshots=snapshots,
         snapshot_stride=max(SNAPSHOT_STRIDE, page_size),
-        state_block=1 if spec.state is None else spec.state.delta_net.block,
+        **({} if spec.state is None else _of_state(spec.state)),
     )
+
+
+def _of_state(state: StateLayers) -> dict[str, int]:
+    return {"state_block": state.delta_net.block, "most_prompts": MOST_PROMPTS}
 
 
 def page_bytes(

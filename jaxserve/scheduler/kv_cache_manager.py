@@ -224,9 +224,10 @@ class KVCacheManager:
 
     def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
         """Returns where to end a chunk from `start` that would end at `end`: never inside a block
-        that the prompt fills. Returns `start` if no whole block fits."""
-        blocks = seq.num_prompt // self._block * self._block
-        return end if end >= blocks else max(end // self._block * self._block, start)
+        of the prompt. Returns `start` if no block fits."""
+        if end >= seq.num_prompt:
+            return end
+        return max(end // self._block * self._block, start)
 
     def _shareable(self, seq: Sequence) -> int:
         """Returns how many first tokens of the sequence may be shared with other sequences."""

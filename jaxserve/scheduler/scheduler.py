@@ -93,6 +93,7 @@ class Scheduler(Commits):
         )
         context = config.max_chunk_context
         self._least = cache.state_block
+        self._most_prompts = cache.most_prompts
         self._chunk_pages = sys.maxsize if context is None else self._kv_cache.pages_for(context)
         self._verify = verification and VerifyRows(
             verification,
@@ -190,11 +191,14 @@ class Scheduler(Commits):
         if budget:  # a smaller budget cannot hold a block of a prompt
             budget = max(budget, min(self._least, self._config.max_num_batched_tokens - len(rows)))
         room, pages_for = self._chunk_pages, self._kv_cache.pages_for
+        most = len(rows) + self._most_prompts
         for seq in prefilling:
+            if len(rows) == most:
+                return
             if budget and pages_for(min(seq.prefill_end, seq.computed + budget)) <= room:
                 budget -= (tokens := self._plan_chunk(seq, budget, rows, entries))
                 room -= pages_for(rows[-1].start + tokens) if tokens else 0
-        while budget and (seq := self._admit(entries, room, budget)):
+        while budget and len(rows) < most and (seq := self._admit(entries, room, budget)):
             admissions.append(admission(seq))
             budget -= self._plan_chunk(seq, budget, rows, entries)
             room -= pages_for(rows[-1].start + rows[-1].num_tokens)

@@ -30,8 +30,12 @@ class Kept(NamedTuple):
     slots: Array
 
 
+MOST_PROMPTS = 16
+"""The most rows of a step that have blocks. Kernels need scratch memory for each."""
+
+
 class Chunks(NamedTuple):
-    """The rows that have blocks, int32 [tokens // block]. After the last one, chunks have no
+    """The rows that have blocks, int32 [at most MOST_PROMPTS]. After the last one, chunks have no
     tokens."""
 
     first: Array
@@ -42,10 +46,11 @@ class Chunks(NamedTuple):
     kept: Kept
 
     @classmethod
-    def of(cls, rows: Rows, kept: Kept, most: int) -> Chunks:
-        """The at most `most` rows with blocks among `rows`. A grid over all rows would mostly have
-        programs without work."""
+    def of(cls, rows: Rows, kept: Kept) -> Chunks:
+        """The rows with blocks among `rows`. A grid over all rows would mostly have programs
+        without work."""
         assert rows.blocked is not None
+        most = min(rows.first.shape[0], MOST_PROMPTS)
         has = rows.blocked > 0
         place = jnp.where(has, jnp.cumsum(has) - 1, most)
         which = jnp.zeros(most, jnp.int32).at[place].set(jnp.arange(has.size), mode="drop")
@@ -71,8 +76,8 @@ class Rows(NamedTuple):
     positions: Array
     """Position of the row's first token in its sequence; 0 for padding."""
     blocked: Array | None = None
-    """How many of the row's leading tokens are computed in blocks (`RecurrentStep.of_rows`). None:
-    no row has blocks."""
+    """How many of the row's leading tokens are computed in blocks (`RecurrentStep.of_rows`). At
+    most MOST_PROMPTS rows have any. None: no row has."""
     chunks: Chunks | None = None
     """The rows with blocks, if there is a `blocked`."""
 
@@ -118,9 +123,10 @@ class RecurrentStep(NamedTuple):
     ) -> RecurrentStep:
         """A step whose rows follow each other.
 
-        A prompt is cut into blocks of `block` positions. The whole blocks of the prompt that a row
-        contains are computed as blocks. Such a row begins at a multiple of `block`, and ends at one
-        or at the end of the prompt.
+        A prompt is cut into blocks of `block` positions, of which the last may be shorter. The
+        blocks that a row contains are computed as such, unless the last one is a single token,
+        which may also come in a decode step. Such a row begins at a multiple of `block`, and ends
+        at one or not before the end of the prompt.
 
         Args:
           slots, positions: slot and position of each token.
@@ -136,10 +142,11 @@ class RecurrentStep(NamedTuple):
         rows = Rows(first, length, row_slots, start)
         if prompts is None:
             return cls(slots, positions, rows)
-        blocked = jnp.clip(prompts // block * block - start, 0, length) // block * block
+        single = (prompts % block == 1).astype(jnp.int32)
+        blocked = jnp.clip(prompts - single - start, 0, length)
         rows = rows._replace(blocked=blocked)
         kept = kept or Kept(jnp.zeros_like(length), row_slots)
-        chunks = Chunks.of(rows, kept, slots.shape[0] // block)
+        chunks = Chunks.of(rows, kept)
         return cls(slots, positions, rows._replace(chunks=chunks))
 
     def cut(self, lengths: Array, padding_slot: int) -> RecurrentStep:

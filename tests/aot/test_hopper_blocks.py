@@ -19,7 +19,13 @@ def test_the_program_fits_and_its_products_do_not_wait(value_heads: int, tmp_pat
         "factors_ptr": "*fp32", "state_ptr": "*fp32", "out_ptr": "*bf16",
         "layer": "i32", "slots": "i32",
     }  # fmt: skip
-    constants = {"key_heads": 16, "value_heads": value_heads, "KEY": 128, "VALUE": 128}
+    constants = {
+        "key_heads": 16,
+        "value_heads": value_heads,
+        "KEY": 128,
+        "VALUE": 128,
+        "CHUNKS": 16,
+    }
     kernel = compile_kernel(_advance, types, constants)
     check_registers_and_memory(kernel, tmp_path)
     assert kernel.metadata.num_warps == 8  # a warpgroup, and one for the producer's warp

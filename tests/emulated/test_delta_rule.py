@@ -63,10 +63,11 @@ def test_decode_rows_of_so_many_heads_that_programs_have_more(
 
 @DTYPES
 def test_rows_of_blocks_and_of_single_tokens(dtype: str) -> None:
-    """A block, two with a rest, and a decode; prompts that end inside of the rows and before."""
-    mix = Mix([Part(1, 4800, 16), Part(2, 0, 37), Part(0, 7, 1)], 64, (4, 4816, 33, 0, 0))
+    """A block, two and a short one with a rest, and a decode; prompts that end inside of the rows
+    and before. What follows a short block are not numbers."""
+    mix = Mix([Part(1, 4800, 16), Part(2, 0, 37), Part(0, 7, 1)], 64, (4, 4816, 35, 0, 0))
     blocked = mix.step(CONFIG.block).rows.blocked
-    assert blocked is not None and blocked.tolist() == [16, 32, 0, 0]
+    assert blocked is not None and blocked.tolist() == [16, 35, 0, 0]
     bounds = Bounds(2e-6, 1e-6) if dtype == "float32" else Bounds(4e-3, 2e-5)
     check_rule(mix, CONFIG, dtype, at_once, HOPPER, bounds)
 
@@ -92,19 +93,23 @@ def test_hopper_stores_a_state_within_a_row(blocks: int) -> None:
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64)])
-def test_blocks_with_their_outputs_in_a_warpgroup_of_its_own(key_dim: int, value_dim: int) -> None:
-    """Hopper's kernel, with the models' heads and others: a row that goes on, and one of two
-    blocks."""
+def test_hopper_carries_the_state(key_dim: int, value_dim: int) -> None:
+    """With the models' heads and others: a row that goes on, one of two blocks and a short one, and
+    one of a short one."""
     heads = Heads(key_heads=1, value_heads=2, key_dim=key_dim, value_dim=value_dim)
     config = RuleConfig(heads=heads, block=64, eps=1e-6)
     assert hopper_blocks.fits(heads, config.block, jnp.bfloat16)
-    mix = Mix([Part(1, 6400, 64), Part(2, 0, 130), Part(0, 7, 1)], 256, (4, 6464, 130, 0, 0))
+    parts = [Part(1, 6400, 64), Part(2, 0, 130), Part(0, 64, 3)]
+    mix = Mix(parts, 256, (67, 6464, 130, 0, 0))
     names = check_rule(mix, config, "bfloat16", at_once, HOPPER, Bounds(4e-3, 2e-5))
     assert names == {"hopper_blocks"}
 
 
 def test_a_step_of_fewer_tokens_than_a_block() -> None:
-    mix = Mix([Part(1, 7, 1), Part(2, 0, 9)], 12, (0, 64, 64, 0, 0))
+    """The last token of a prompt, alone in its block, and a prompt."""
+    mix = Mix([Part(1, 64, 1), Part(2, 0, 9)], 12, (0, 65, 9, 0, 0))
+    blocked = mix.step(CONFIG.block).rows.blocked
+    assert blocked is not None and blocked.tolist() == [0, 9, 0, 0]
     check_rule(mix, CONFIG, "float32", at_once, HOPPER, Bounds(1e-6, 1e-6))
 
 

@@ -99,6 +99,8 @@ def check_rule(
         return gated_delta_rule(*before, LAYER, step, config=config, target=target)
 
     tokens, weights, state = rule_arrays(config.heads, mix.tokens, dtype)
+    if mix.prompts is not None:  # padding may be anything
+        tokens = tokens._replace(qkv=tokens.qkv.at[mix.used :].set(jnp.nan))
     args = (tokens, weights, state, mix.step(config.block))
     return _check(run, args, state, mix, launch, target, bounds)
 

@@ -30,8 +30,8 @@ def attend(seen: list[int], position: int, token: int) -> int:
 
 def as_computed(token: int, position: int, prompt: int, block: int) -> int:
     """A token, told from the same one that is computed in the other form: in blocks of `block`
-    tokens, which the first `prompt` ones fill, or by itself."""
-    in_blocks = block > 1 and position < prompt // block * block
+    tokens, into which the first `prompt` ones are cut, or by itself."""
+    in_blocks = block > 1 and position < prompt - (prompt % block == 1)
     return token + VOCAB * in_blocks
 
 
@@ -143,6 +143,7 @@ class FakeRunner:
         """By slot, of each recurrent layer: all tokens that went into it."""
         self.has_state = cache.snapshots > 0
         self.block = cache.state_block
+        self.most_prompts = cache.most_prompts
         self.prompts = [0] * slots
 
     def move_pages(self, moves: PageMoves) -> Callable[[], bool]:
@@ -223,6 +224,7 @@ class FakeRunner:
         assert plan.rows and all(row.num_tokens >= 1 for row in plan.rows)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         chunks = [bool(row.tokens) for row in plan.rows]
+        assert sum(chunks) <= self.most_prompts, "too many prompts in a step"
         assert chunks == sorted(chunks), "decodes come first"
         assert plan.verify == any(row.verify is not None for row in plan.rows)
         assert not (plan.verify and any(chunks)), "a verify step has no chunks"
@@ -263,9 +265,9 @@ class FakeRunner:
         assert all(each == seen for each in layers), "pieces of several states"
         assert len(seen) == row.start, "state of another position"
         prompt = self.prompts[row.slot]
-        blocks, end = prompt // self.block * self.block, row.start + len(tokens)
-        assert row.start >= blocks or row.start % self.block == 0, "a row begins inside of a block"
-        assert end >= blocks or end % self.block == 0, "a row ends inside of a block"
+        end = row.start + len(tokens)
+        assert row.start >= prompt or row.start % self.block == 0, "a row begins inside of a block"
+        assert end >= prompt or end % self.block == 0, "a row ends inside of a block"
         whole = [group for group, window in enumerate(self.windows) if window is None]
         for group in whole[:1]:
             values = [self._value(row.slot, group, at) for at in range(row.start)]

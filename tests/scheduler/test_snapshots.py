@@ -304,6 +304,7 @@ def snapshot_workloads(draw: st.DrawFn) -> Workload:
         snapshots=draw(st.sampled_from([4, 2, 1, 9])),
         snapshot_stride=max(size, block) * draw(st.sampled_from([1, 2, 4])),
         state_block=block,
+        most_prompts=draw(st.sampled_from([1, 2, 16])),
     )
     return work._replace(cache=cache)
 

@@ -81,7 +81,7 @@ def _configure_hopper(
         return NOT_HOPPER
     from jaxserve_kernels.gated_delta_rule import hopper_blocks
 
-    if step.rows.blocked is None or tokens.qkv.shape[0] < config.block:
+    if step.rows.blocked is None:
         return Refusal("there are no prompts in blocks")
     if not hopper_blocks.fits(config.heads, config.block, tokens.qkv.dtype):
         return Refusal("heads or blocks of other sizes")

@@ -1,6 +1,6 @@
 """Carries the state from block to block on Hopper: the same as `triton_blocks._advance`.
 
-A program has one chunk, one value head, and 64 of the state's columns. A producer warp copies the
+A program has some chunks, one value head, and 64 of the state's columns. A producer warp copies the
 parts of the next blocks into a ring in shared memory. A warpgroup has the columns of the state in
 registers, transposed: [columns, keys]. So the tensor cores read the state, and the sums that are
 multiplied again, from the registers in which they have computed them, as a high and a low part
@@ -36,6 +36,10 @@ _COLUMNS = gl.constexpr(64)
 
 _STAGES = gl.constexpr(2)
 
+_AT_ONCE = 4
+"""Chunks that have programs of their own: with all heads, more than there are multiprocessors. A
+step seldom has more."""
+
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Sums of [columns, tokens]."""
 _TOKEN = gl.constexpr(gl.SliceLayout(0, _SUMS))
@@ -63,66 +67,115 @@ def _add(halves, right, total, first: gl.constexpr = False):
 
 
 @gluon.jit
-def _places(ptr, column, layout: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr):
-    """Pointers to the state's columns from `column` on, [columns, keys]. The compiler cannot see
-    through a copy of the number, so it computes them here: before the loop, which has no registers
-    for them, it would compute all."""
+def _places(
+    state_of, slot_size: gl.constexpr, layout: gl.constexpr,
+    KEY: gl.constexpr, VALUE: gl.constexpr,
+):  # fmt: skip
+    """Pointers to columns of a slot's state, [columns, keys]. state_of: pointers to the state of
+    the layer's first slot and to the slot, and the first column.
+
+    The compiler cannot see through a copy of the number, so it computes them here. It would
+    compute all of them before the loops, which have no registers for them.
+    """
+    state_ptr, slot_ptr, column = state_of
     column = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [column], dtype=gl.int32, is_pure=False, pack=1
     )
     columns = column + gl.arange(0, _COLUMNS, gl.SliceLayout(1, layout))[:, None]
-    return ptr + (gl.arange(0, KEY, gl.SliceLayout(0, layout))[None, :] * VALUE + columns)
+    state_ptr += gl.load(slot_ptr).to(gl.int64) * slot_size
+    return state_ptr + (gl.arange(0, KEY, gl.SliceLayout(0, layout))[None, :] * VALUE + columns)
+
+
+@gluon.jit
+def _chunk_of(lists, chunk):
+    """The first token, number of tokens and of blocks, and number of the first block."""
+    length = gl.load(lists[3] + chunk)
+    count = (length + _BLOCK - 1) // _BLOCK
+    return gl.load(lists[0] + chunk), length, count, gl.load(lists[4] + chunk)
+
+
+@gluon.jit
+def _clear(tile, length):
+    """Clears the rows of a tile from `length` on. They are of other sequences."""
+    columns: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
+    rows = tile.load(layout)
+    there, _ = gl.broadcast(row < length, rows)
+    tile.store(gl.where(there, rows, 0.0))
 
 
 @gluon.jit
 def _carry(
-    rings, results, ready, free, factors_ptr, state_ptr, kept_ptr, out_ptr, first_block, count,
-    kept, head, column, goes_on,
-    value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+    rings, results, ready, free, lists, factors_ptr, state_ptr, out_ptr, head, column,
+    slot_size: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Carries the state over the chunk's blocks, and stores their outputs. Also stores the state
-    after the first `kept` blocks."""
-    k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring = rings
+    """Carries the state over the blocks of each chunk, and stores their outputs."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY, 16])
-    places = _places(state_ptr, column, layout, KEY, VALUE)
-    there, _ = gl.broadcast(goes_on, places)
-    state = gl.load(places, mask=there, other=0.0)
-    nothing = gl.zeros([_COLUMNS, _BLOCK], gl.float32, _SUMS)
-    target = out_ptr
-    for block in range(count):
-        stage = block % _STAGES
-        forget = gl.load(factors_ptr + ((first_block + block) * value_heads + head) * 256 + 255)
-        mbarrier.wait(ready.index(stage), (block // _STAGES) & 1)
-        k = k_ring.index(stage)
-        solved = solved_ring.index(stage)
-        factors = factor_ring.index(stage)
-        halves = _halves(state, _BLOCK)
-        found = _add(halves, k.permute((1, 0)), nothing, first=True)
-        read = _add(halves, q_ring.index(stage).permute((1, 0)), nothing, first=True)
-        found, read = warpgroup_mma_wait(0, deps=[found, read])
-
-        v = v_ring.index(stage).permute((1, 0)).load(_SUMS).to(gl.float32)
-        missing = _halves(v - factors.slice(0, _BLOCK).load(_TOKEN)[None, :] * found, _BLOCK)
-        low = solved.slice(_BLOCK, _BLOCK).permute((1, 0))
-        write = warpgroup_mma(missing[0], low, nothing, use_acc=False, is_async=True)
-        write = _add(missing, solved.slice(0, _BLOCK).permute((1, 0)), write)
-        q_factor = factors.slice(_BLOCK, _BLOCK).load(_TOKEN)
-        last = factors.slice(2 * _BLOCK, _BLOCK).load(_TOKEN)
-        write = warpgroup_mma_wait(0, deps=[write])
-
-        state = _add(_halves(last[None, :] * write, KEY), k, forget * state)
-        scores = scores_ring.index(stage).permute((1, 0))
-        out = _add(_halves(write, _BLOCK), scores, q_factor[None, :] * read)
-        state, out = warpgroup_mma_wait(0, deps=[state, out])
-        _store(out, results.index(stage), target, free.index(stage), value_heads * VALUE)
-        target += _BLOCK * value_heads * VALUE
-        if block + 1 == kept:
-            gl.store(_places(kept_ptr, column, layout, KEY, VALUE), state)
-    gl.store(_places(state_ptr, column, layout, KEY, VALUE), state)
+    at = 0
+    for chunk in range(gl.program_id(0), CHUNKS, gl.num_programs(0)):
+        first, length, count, number = _chunk_of(lists, chunk)
+        kept = gl.load(lists[5] + chunk)
+        state_of = state_ptr, lists[1] + chunk, column
+        places = _places(state_of, slot_size, layout, KEY, VALUE)
+        goes_on = (gl.load(lists[2] + chunk) > 0) & (length > 0)
+        there, _ = gl.broadcast(goes_on, places)
+        state = gl.load(places, mask=there, other=0.0)
+        factors_at = factors_ptr + (number * value_heads + head) * (4 * _BLOCK) + 4 * _BLOCK - 1
+        target = out_ptr + (first.to(gl.int64) * value_heads + head) * VALUE + column
+        for block in range(count):
+            stage = at % _STAGES
+            forget = gl.load(factors_at + block * (value_heads * 4 * _BLOCK))
+            mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
+            left = length - block * _BLOCK
+            if left < _BLOCK:
+                _clear(rings[0].index(stage), left)
+                _clear(rings[1].index(stage), left)
+                _clear(rings[2].index(stage), left)
+                fence_async_shared()
+                gl.barrier()
+            state, out = _block(rings, stage, state, forget, KEY)
+            _store(out, results.index(stage), target, free.index(stage), left, value_heads * VALUE)
+            target += _BLOCK * value_heads * VALUE
+            if block + 1 == kept:
+                kept_of = state_ptr, lists[6] + chunk, column
+                gl.store(_places(kept_of, slot_size, layout, KEY, VALUE), state)
+            at += 1
+        if length > 0:
+            gl.store(_places(state_of, slot_size, layout, KEY, VALUE), state)
 
 
 @gluon.jit
-def _store(out, buffer, out_ptr, free, stride: gl.constexpr):
+def _block(rings, stage, state, forget, KEY: gl.constexpr):
+    """The state after a block, and its outputs, [columns, tokens]."""
+    k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring = rings
+    nothing = gl.zeros([_COLUMNS, _BLOCK], gl.float32, _SUMS)
+    k = k_ring.index(stage)
+    solved = solved_ring.index(stage)
+    factors = factor_ring.index(stage)
+    halves = _halves(state, _BLOCK)
+    found = _add(halves, k.permute((1, 0)), nothing, first=True)
+    read = _add(halves, q_ring.index(stage).permute((1, 0)), nothing, first=True)
+    found, read = warpgroup_mma_wait(0, deps=[found, read])
+
+    v = v_ring.index(stage).permute((1, 0)).load(_SUMS).to(gl.float32)
+    missing = _halves(v - factors.slice(0, _BLOCK).load(_TOKEN)[None, :] * found, _BLOCK)
+    low = solved.slice(_BLOCK, _BLOCK).permute((1, 0))
+    write = warpgroup_mma(missing[0], low, nothing, use_acc=False, is_async=True)
+    write = _add(missing, solved.slice(0, _BLOCK).permute((1, 0)), write)
+    q_factor = factors.slice(_BLOCK, _BLOCK).load(_TOKEN)
+    last = factors.slice(2 * _BLOCK, _BLOCK).load(_TOKEN)
+    write = warpgroup_mma_wait(0, deps=[write])
+
+    state = _add(_halves(last[None, :] * write, KEY), k, forget * state)
+    scores = scores_ring.index(stage).permute((1, 0))
+    out = _add(_halves(write, _BLOCK), scores, q_factor[None, :] * read)
+    return warpgroup_mma_wait(0, deps=[state, out])
+
+
+@gluon.jit
+def _store(out, buffer, out_ptr, free, length, stride: gl.constexpr):
     """Stores outputs [columns, tokens] of a block through shared memory, and frees its stage."""
     buffer.permute((1, 0)).store(out.to(gl.bfloat16))
     gl.barrier()
@@ -130,14 +183,15 @@ def _store(out, buffer, out_ptr, free, stride: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, _BLOCK, gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    gl.store(out_ptr + token * stride + column, buffer.load(layout))
+    there, _ = gl.broadcast(token < length, column)
+    gl.store(out_ptr + token * stride + column, buffer.load(layout), mask=there)
 
 
 @gluon.jit
 def _copy(
-    of_keys, of_values, solved, scores, factors_ptr, rings, ready, free,
-    first, first_block, count, head, column,
+    of_keys, of_values, solved, scores, lists, factors_ptr, rings, ready, free, head, column,
     key_heads: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """The producer warp."""
     k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring = rings
@@ -146,48 +200,41 @@ def _copy(
     q_column = head // (value_heads // key_heads) * KEY
     v_column = 2 * key_heads * KEY + head * VALUE + column
     size: gl.constexpr = 2 * (2 * _BLOCK * KEY + _BLOCK * _COLUMNS + 3 * _BLOCK * _BLOCK)
-    for block in range(count):
-        stage = block % _STAGES
-        bar = ready.index(stage)
-        token = first + block * _BLOCK
-        at = (first_block + block) * value_heads + head
-        mbarrier.wait(free.index(stage), ((block // _STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, size)
-        tma.async_load(of_keys, [token, q_column + key_heads * KEY], bar, k_ring.index(stage))
-        tma.async_load(of_keys, [token, q_column], bar, q_ring.index(stage))
-        tma.async_load(of_values, [token, v_column], bar, v_ring.index(stage))
-        tma.async_load(solved, [at * (2 * _BLOCK), 0], bar, solved_ring.index(stage))
-        tma.async_load(scores, [at * _BLOCK, 0], bar, scores_ring.index(stage))
-        async_copy.async_load(factor_ring.index(stage), factors_ptr + at * (4 * _BLOCK))
-        async_copy.mbarrier_arrive(bar, increment_count=False)
+    turn = 0
+    for chunk in range(gl.program_id(0), CHUNKS, gl.num_programs(0)):
+        token, length, count, number = _chunk_of(lists, chunk)
+        for block in range(count):
+            stage = turn % _STAGES
+            bar = ready.index(stage)
+            at = (number + block) * value_heads + head
+            mbarrier.wait(free.index(stage), ((turn // _STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, size)
+            tma.async_load(of_keys, [token, q_column + key_heads * KEY], bar, k_ring.index(stage))
+            tma.async_load(of_keys, [token, q_column], bar, q_ring.index(stage))
+            tma.async_load(of_values, [token, v_column], bar, v_ring.index(stage))
+            tma.async_load(solved, [at * (2 * _BLOCK), 0], bar, solved_ring.index(stage))
+            tma.async_load(scores, [at * _BLOCK, 0], bar, scores_ring.index(stage))
+            async_copy.async_load(factor_ring.index(stage), factors_ptr + at * (4 * _BLOCK))
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            token += _BLOCK
+            turn += 1
 
 
 @gluon.jit
 def _advance(
     of_keys, of_values, solved, scores, factors_ptr,
-    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, kept_ptr, kept_slot_ptr,
+    first_ptr, slot_ptr, position_ptr, length_ptr, number_ptr, kept_ptr, kept_slot_ptr,
     state_ptr, layer, out_ptr,
     slots, key_heads: gl.constexpr, value_heads: gl.constexpr,
-    KEY: gl.constexpr, VALUE: gl.constexpr,
+    KEY: gl.constexpr, VALUE: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    chunk = gl.program_id(0)
+    """Chunks with tokens come first."""
+    if gl.load(length_ptr + gl.program_id(0)) == 0:
+        return
     head = gl.program_id(1)
     column = gl.program_id(2) * _COLUMNS
-    count = gl.load(count_ptr + chunk)
-    if count == 0:
-        return
-    slot = gl.load(slot_ptr + chunk).to(gl.int64)
-    goes_on = gl.load(position_ptr + chunk) > 0
-    first = gl.load(first_ptr + chunk)
-    first_block = gl.load(number_ptr + chunk)
-    kept = gl.load(kept_ptr + chunk)
-    kept_slot = gl.load(kept_slot_ptr + chunk).to(gl.int64)
-    state_ptr += head * (KEY * VALUE)
-    kept_state_ptr = state_ptr + (layer * slots + kept_slot) * (value_heads * KEY * VALUE)
-    state_ptr += (layer * slots + slot) * (value_heads * KEY * VALUE)
-    out_ptr += (first.to(gl.int64) * value_heads + head) * VALUE + column
-
-    square: gl.constexpr = scores.layout
+    slot_size: gl.constexpr = value_heads * KEY * VALUE
+    state_ptr += (layer * slots).to(gl.int64) * slot_size + head * (KEY * VALUE)
     keys: gl.constexpr = [_STAGES, _BLOCK, KEY]
     of_block: gl.constexpr = [_STAGES, _BLOCK, _BLOCK]
     k_ring = gl.allocate_shared_memory(gl.bfloat16, keys, of_keys.layout)
@@ -196,10 +243,10 @@ def _advance(
     solved_ring = gl.allocate_shared_memory(
         gl.bfloat16, [_STAGES, 2 * _BLOCK, _BLOCK], solved.layout
     )
-    scores_ring = gl.allocate_shared_memory(gl.bfloat16, of_block, square)
+    scores_ring = gl.allocate_shared_memory(gl.bfloat16, of_block, scores.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factor_ring = gl.allocate_shared_memory(gl.float32, [_STAGES, 4 * _BLOCK], plain)
-    results = gl.allocate_shared_memory(gl.bfloat16, of_block, square)
+    results = gl.allocate_shared_memory(gl.bfloat16, of_block, scores.layout)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
@@ -207,15 +254,16 @@ def _advance(
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     rings = k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring
+    lists = first_ptr, slot_ptr, position_ptr, length_ptr, number_ptr, kept_ptr, kept_slot_ptr
     gl.warp_specialize(
         [
             (_carry, (
-                rings, results, ready, free, factors_ptr, state_ptr, kept_state_ptr, out_ptr,
-                first_block, count, kept, head, column, goes_on, value_heads, KEY, VALUE,
+                rings, results, ready, free, lists, factors_ptr, state_ptr, out_ptr, head, column,
+                slot_size, value_heads, KEY, VALUE, CHUNKS,
             )),
             (_copy, (
-                of_keys, of_values, solved, scores, factors_ptr, rings, ready, free,
-                first, first_block, count, head, column, key_heads, value_heads, KEY, VALUE,
+                of_keys, of_values, solved, scores, lists, factors_ptr, rings, ready, free,
+                head, column, key_heads, value_heads, KEY, VALUE, CHUNKS,
             )),
         ],
         [1],
@@ -235,12 +283,12 @@ def advance(
     Args:
       prepared: what `triton_blocks._prepare` has computed.
       arrays: those of `triton_blocks._advance`: of each chunk the first token, slot, position,
-        number of blocks, number of its first block, the block after which its state is kept, and
+        number of tokens, number of its first block, the block after which its state is kept, and
         the slot for that; then the state of all layers, updated in place, and the layer.
     """
     solved, scores, factors = prepared
     wide = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    size, columns = _BLOCK.value, _COLUMNS.value
+    size, columns, chunks = _BLOCK.value, _COLUMNS.value, arrays[0].shape[0]
     arguments: dict[str, Any] = {
         "key_heads": heads.key_heads, "value_heads": heads.value_heads,
         "KEY": heads.key_dim, "VALUE": heads.value_dim,
@@ -257,9 +305,9 @@ def advance(
         out_type=jax.ShapeDtypeStruct(
             (qkv.shape[0], heads.value_heads, heads.value_dim), qkv.dtype
         ),
-        grid=(arrays[0].shape[0], heads.value_heads, heads.value_dim // columns),
+        grid=(min(chunks, _AT_ONCE), heads.value_heads, heads.value_dim // columns),
         num_warps=4,
-        slots=arrays[-2].shape[1],
+        slots=arrays[-2].shape[1], CHUNKS=chunks,
         **arguments,
     )  # fmt: skip
 

@@ -211,7 +211,7 @@ def gated_delta_rule(
     tokens, rows = qkv.shape[0], step.rows
     carry = _Carry(state[layer], jnp.zeros((tokens, heads.value_heads, heads.value_dim), qkv.dtype))
     singles, count = jnp.arange(tokens), jnp.int32(tokens)
-    if rows.blocked is not None and tokens >= block:
+    if rows.blocked is not None:
         carry = _block_by_block(carry, qkv, gates, inputs_of, rows, block)
         alone = ~in_blocks(step, state.shape[1])
         singles, count = jnp.nonzero(alone, size=tokens, fill_value=0)[0], jnp.sum(alone)
@@ -231,11 +231,11 @@ class _Carry(NamedTuple):
         old = lax.dynamic_index_in_dim(self.slots, slot, keepdims=False)
         return jnp.where(position == 0, 0.0, old)
 
-    def after(self, slot: Array, new: Array, outs: Array, first: Array) -> _Carry:
-        """A copy with a slot's new state, and with the outputs of tokens from `first` on."""
+    def after(self, slot: Array, new: Array, outs: Array, tokens: Array) -> _Carry:
+        """A copy with a slot's new state, and with the outputs of `tokens`, of which those past the
+        last token count for nothing."""
         slots = lax.dynamic_update_index_in_dim(self.slots, new, slot, 0)
-        outs = outs.astype(self.outs.dtype)
-        return _Carry(slots, lax.dynamic_update_slice_in_dim(self.outs, outs, first, 0))
+        return _Carry(slots, self.outs.at[tokens].set(outs.astype(self.outs.dtype), mode="drop"))
 
 
 type _InputsOf = Callable[[Array, Array], Inputs]
@@ -246,17 +246,26 @@ def _block_by_block(
     carry: _Carry, qkv: Array, gates: Array, inputs_of: _InputsOf, rows: Rows, block: int
 ) -> _Carry:
     assert rows.chunks is not None
-    found, count = blocks_of(rows.chunks, block)
+    most = most_blocks(qkv.shape[0], rows.chunks, block)
+    found, count = blocks_of(rows.chunks, block, most)
+    lane = jnp.arange(block)
 
     def advance(number: Array, carry: _Carry) -> _Carry:
-        first, slot, position, kept = (each[number] for each in found)
-        part = (lax.dynamic_slice_in_dim(each, first, block) for each in (qkv, gates))
-        new, outs = one_block(carry.begun(slot, position), inputs_of(*part))
+        first, length, slot, position, kept = (each[number] for each in found)
+        token = jnp.where(lane < length, first + lane, qkv.shape[0])
+        part = (each.at[token].get(mode="fill", fill_value=0) for each in (qkv, gates))
+        new, outs = one_block(carry.begun(slot, position), _only(lane < length, inputs_of(*part)))
         slots = lax.dynamic_update_index_in_dim(carry.slots, new, kept, 0)
         carry = carry._replace(slots=slots)
-        return carry.after(slot, new, outs, first)
+        return carry.after(slot, new, outs, token)
 
     return lax.fori_loop(0, count, advance, carry)
+
+
+def _only(there: Array, tokens: Inputs) -> Inputs:
+    """A block in which the tokens that are not `there` change nothing."""
+    log_decay = jnp.where(there[:, None], tokens.log_decay, 0.0)
+    return tokens._replace(log_decay=log_decay, beta=jnp.where(there[:, None], tokens.beta, 0.0))
 
 
 def _one_by_one(
@@ -274,16 +283,19 @@ def _one_by_one(
         token = tokens[number]
         slot, begun = step.slots[token], carry.begun(step.slots[token], step.positions[token])
         new, out = one_token(begun, inputs_of(qkv[token], gates[token]))
-        return carry.after(slot, new, out[None], token)
+        return carry.after(slot, new, out[None], token[None])
 
     return lax.fori_loop(0, count, advance, carry)
 
 
 class Blocks(NamedTuple):
-    """A step's blocks, int32 [tokens // block]. Entries past their number are undefined."""
+    """A step's blocks, int32 [whole blocks of its tokens + chunks]. Entries past their number are
+    undefined."""
 
     first: Array
     """Index of the block's first token in the step."""
+    length: Array
+    """Tokens of the block: fewer than others have in a prompt's last one."""
     slots: Array
     positions: Array
     """Position of that token in its sequence."""
@@ -291,24 +303,34 @@ class Blocks(NamedTuple):
     """The slot that also gets the state after the block: `slots`, if there is no other."""
 
 
-def blocks_of(chunks: Chunks, block: int) -> tuple[Blocks, Array]:
-    """Returns the blocks of a step's chunks, in their order, and their number.
+def blocks_of(chunks: Chunks, block: int, most: int) -> tuple[Blocks, Array]:
+    """Returns the at most `most` blocks of a step's chunks, in their order, and their number.
 
     Args:
       block: tokens per block.
     """
-    counts = chunks.blocked // block
+    counts = counts_of(chunks, block)
     ends = jnp.cumsum(counts)
-    most = counts.shape[0]  # a chunk for each block, if each has one
     number = jnp.arange(most, dtype=jnp.int32)
     # Not by bisection: that is a loop, which would interrupt the CUDA graph.
     row = jnp.searchsorted(ends, number, side="right", method="compare_all")
-    row = jnp.minimum(row, most - 1)
+    row = jnp.minimum(row, counts.shape[0] - 1)
     offset = (number - (ends - counts)[row]) * block
     stored, slots = chunks.kept.tokens[row], chunks.slots[row]
     kept = jnp.where(stored == offset + block, chunks.kept.slots[row], slots)
-    at = (chunks.first[row] + offset, slots, chunks.positions[row] + offset, kept)
+    length = jnp.minimum(chunks.blocked[row] - offset, block)
+    at = (chunks.first[row] + offset, length, slots, chunks.positions[row] + offset, kept)
     return Blocks(*(each.astype(jnp.int32) for each in at)), ends[-1]
+
+
+def counts_of(chunks: Chunks, block: int) -> Array:
+    """The number of each chunk's blocks."""
+    return (chunks.blocked + (block - 1)) // block
+
+
+def most_blocks(tokens: int, chunks: Chunks, block: int) -> int:
+    """The most blocks that so many tokens can have: each chunk may have a shorter one."""
+    return tokens // block + chunks.first.shape[0]
 
 
 def in_blocks(step: RecurrentStep, num_slots: int) -> Array:

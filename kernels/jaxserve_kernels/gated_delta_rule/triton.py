@@ -205,10 +205,8 @@ def rule_and_norm(
     shared = (weights, place, layer, step)
     if step.rows.blocked is not None:
         tokens = tokens._replace(gates=sum_parts(tokens.gates, tokens.qkv.dtype)[None])
-        if tokens.qkv.shape[0] >= config.block:
-            out = triton_blocks.in_blocks(
-                tokens, *shared, config=config, hopper=hopper, target=target
-            )
+        blocks = {"config": config, "hopper": hopper, "target": target}
+        out = triton_blocks.in_blocks(tokens, *shared, **blocks)
     out = _one_by_one(tokens, *shared, out, config=config, target=target)
     return _normed(out, tokens, weights, config=config, target=target), jax.freeze(place)
 

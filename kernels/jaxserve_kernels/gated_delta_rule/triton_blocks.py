@@ -25,6 +25,8 @@ from jaxserve_kernels.gated_delta_rule.reference import (
     RuleTokens,
     RuleWeights,
     blocks_of,
+    counts_of,
+    most_blocks,
 )
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
@@ -74,31 +76,34 @@ def _inverted(system, solved, row, column, zero, FIRST: tl.constexpr, LAST: tl.c
 
 @jit
 def _prepare(
-    qkv_ptr, gates_ptr, a_log_ptr, bias_ptr, first_ptr, count_ptr,
+    qkv_ptr, gates_ptr, a_log_ptr, bias_ptr, first_ptr, length_ptr, count_ptr,
     solved_ptr, scores_ptr, factors_ptr,
     key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
+    """Tokens that a short block lacks change nothing: they have no decay and write nothing."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     if block < tl.load(count_ptr):
         i = tl.arange(0, BLOCK)
+        there = i < tl.load(length_ptr + block)
         key = tl.arange(0, KEY)
         width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
         dtype: tl.constexpr = scores_ptr.dtype.element_ty
         token = tl.load(first_ptr + block).to(tl.int64) + i
         qkv_ptr += (head // (value_heads // key_heads)) * KEY
         gates = gates_ptr + token * (2 * value_heads) + head
-        a = tl.load(gates).to(tl.float32) + tl.load(bias_ptr + head)
+        a = tl.load(gates, mask=there, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
         # log(1 + exp(a)) without overflow
         softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-        log_decay = -tl.exp(tl.load(a_log_ptr + head)) * softplus
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(gates + value_heads).to(tl.float32)))
+        log_decay = tl.where(there, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0)
+        b = tl.load(gates + value_heads, mask=there, other=0.0).to(tl.float32)
+        beta = tl.where(there, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         from_start = tl.exp(tl.cumsum(log_decay, axis=0))
 
         source = qkv_ptr + token[:, None] * width + key[None, :]
-        q = tl.load(source)
-        k = tl.load(source + key_heads * KEY)
+        q = tl.load(source, mask=there[:, None], other=0.0)
+        k = tl.load(source + key_heads * KEY, mask=there[:, None], other=0.0)
         wide_q = q.to(tl.float32)
         wide_k = k.to(tl.float32)
         q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, axis=1) + 1e-6) * scale
@@ -149,7 +154,7 @@ def _prepare(
 @jit
 def _advance(
     qkv_ptr, solved_ptr, scores_ptr, factors_ptr,
-    first_ptr, slot_ptr, position_ptr, count_ptr, number_ptr, kept_ptr, kept_slot_ptr,
+    first_ptr, slot_ptr, position_ptr, length_ptr, number_ptr, kept_ptr, kept_slot_ptr,
     state_ptr, layer, out_ptr,
     slots, key_heads: tl.constexpr, value_heads: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -157,8 +162,8 @@ def _advance(
     """The state after the first `kept` blocks also goes to another slot."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
-    count = tl.load(count_ptr + chunk)
-    if count > 0:
+    length = tl.load(length_ptr + chunk)
+    if length > 0:
         i = tl.arange(0, BLOCK)
         key = tl.arange(0, KEY)
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,11 +183,13 @@ def _advance(
         first = tl.load(first_ptr + chunk).to(tl.int64)
         number = tl.load(number_ptr + chunk).to(tl.int64)
         zero = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        for block in range(count):
+        for block in range(tl.cdiv(length, BLOCK)):
             token = first + block * BLOCK + i
+            there = (block * BLOCK + i < length)[:, None]
             source = qkv_ptr + token[:, None] * width
-            k = tl.load(source + key_heads * KEY + of_key + key[None, :])
-            v = tl.load(source + of_value + column[None, :]).to(tl.float32)
+            k = tl.load(source + key_heads * KEY + of_key + key[None, :], mask=there, other=0.0)
+            v = source + of_value + column[None, :]
+            v = tl.load(v, mask=there, other=0.0).to(tl.float32)
             at = (number + block) * value_heads + head
             matrix = at * (BLOCK * BLOCK) + i[:, None] * BLOCK + i[None, :]
             solved = solved_ptr + at * (BLOCK * BLOCK) + matrix
@@ -193,12 +200,12 @@ def _advance(
             missing = v - k_factor[:, None] * _times(k, state, zero)
             write = tl.dot(low, missing.to(low.dtype), zero, input_precision="tf32x3")
             write = _times(high, missing, write)
-            q = tl.load(source + of_key + key[None, :])
+            q = tl.load(source + of_key + key[None, :], mask=there, other=0.0)
             q_factor = tl.load(factors + BLOCK + i)
             scores = tl.load(scores_ptr + matrix)
             out = _times(scores, write, q_factor[:, None] * _times(q, state, zero))
             target = out_ptr + (token[:, None] * value_heads + head) * VALUE + column[None, :]
-            tl.store(target, out.to(out_ptr.dtype.element_ty))
+            tl.store(target, out.to(out_ptr.dtype.element_ty), mask=there)
             last = tl.load(factors + 2 * BLOCK + i)
             forget = tl.load(factors + 4 * BLOCK - 1)
             state = _times(tl.trans(k), last[:, None] * write, forget * state)
@@ -227,9 +234,10 @@ def in_blocks(
     """
     heads, size, chunks = config.heads, config.block, step.rows.chunks
     assert chunks is not None
-    blocks, total = blocks_of(chunks, size)
-    counts = chunks.blocked // size
-    count, number = tokens.qkv.shape[0], counts.shape[0]
+    count = tokens.qkv.shape[0]
+    number = most_blocks(count, chunks, size)
+    blocks, total = blocks_of(chunks, size, number)
+    counts = counts_of(chunks, size)
     matrix = (number, heads.value_heads, size, size)
     common: dict[str, Any] = {
         "target": target, "key_heads": heads.key_heads, "value_heads": heads.value_heads,
@@ -238,7 +246,7 @@ def in_blocks(
     # Before Hopper the tensor cores read both operands from registers, which four warps lack.
     warps = 4 if target.gpu.compute_capability >= 90 else 8
     prepared = triton_call(
-        tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, blocks.first, total[None],
+        tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, *blocks[:2], total[None],
         kernel=_prepare,
         name="gated_delta_rule_prepare",
         out_type=(
@@ -252,7 +260,7 @@ def in_blocks(
         **common,
     )  # fmt: skip
     numbers = jnp.cumsum(counts) - counts
-    places = chunks.first, chunks.slots, chunks.positions, counts, numbers
+    places = *chunks[:4], numbers
     arrays = (*places, chunks.kept.tokens // size, chunks.kept.slots, state, layer)
     if hopper:
         return hopper_blocks.advance(tokens.qkv, prepared, *arrays, heads=heads, target=target)
@@ -264,7 +272,7 @@ def in_blocks(
         out_type=jax.ShapeDtypeStruct(
             (count, heads.value_heads, heads.value_dim), tokens.qkv.dtype
         ),
-        grid=(number, heads.value_heads, heads.value_dim // columns),
+        grid=(counts.shape[0], heads.value_heads, heads.value_dim // columns),
         num_warps=warps,
         num_stages=1,
         slots=state.shape[1], COLUMNS=columns,
