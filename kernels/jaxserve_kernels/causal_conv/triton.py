@@ -1,5 +1,5 @@
-"""The convolution with one program for a few tokens and some channels, and the state's update with
-one per row. Tokens do not depend on each other's results."""
+"""The convolution with one program for some tokens and channels, and the state's update with one
+per row. Tokens do not depend on each other's results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.recurrent_state import RecurrentStep, Rows
 from jaxserve_kernels.target import Target
+from jaxserve_kernels.triton_activation import sigmoid
 from jaxserve_kernels.triton_call import triton_call
 
-CHANNELS, _TOKENS = 256, 4
-"""Channels and tokens of a program. In decode steps a program has one token."""
+CHANNELS = 256
+"""Channels of a program."""
+
+_MANY, _TOKENS, _FEW_TOKENS, _WIDE = 512, 8, 4, 1024
+"""Of a step with prompts of at least _MANY tokens, a program has _TOKENS of them, else _FEW_TOKENS;
+and _WIDE channels."""
 
 
 @triton.jit
@@ -82,30 +87,56 @@ def _convolve(
     slots, tokens, columns: tl.constexpr, parts: tl.constexpr, channels: tl.constexpr,
     KEPT: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Convolves some tokens of a step. offset_ptr has each token's offset in its row."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    there = token < tokens
+    """Convolves some consecutive tokens, whose inputs it loads once. offset_ptr has each token's
+    offset in its row."""
+    first = tl.program_id(0).to(tl.int64) * TOKENS
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    within = there[:, None] & (channel < channels)[None, :]
-    slot = tl.load(slot_ptr + token, mask=there, other=0).to(tl.int64)
-    offset = tl.load(offset_ptr + token, mask=there, other=0)
-    goes_on = tl.load(position_ptr + token, mask=there, other=0) > offset
-    of_slot = (layer * slots + slot) * KEPT
+    within = channel < channels
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for back in tl.static_range(KEPT + 1):
-        inside = offset >= back
-        at = (token - back)[:, None] * columns + channel[None, :]
-        found = _sum(x_ptr, at, within & inside[:, None], tokens * columns, parts, dtype)
-        place = tl.where(inside, 0, KEPT - back + offset)
-        at = (of_slot + place)[:, None] * channels + channel[None, :]
-        earlier = within & (goes_on & (offset < back))[:, None]
-        found += tl.load(state_ptr + at, mask=earlier, other=0.0)  # one of the two loads is 0
-        weight = weight_ptr + channel * (KEPT + 1) + KEPT - back
-        weight = tl.load(weight, mask=channel < channels, other=0.0).to(tl.float32)
-        total += found.to(tl.float32) * weight[None, :]
-    out = (total / (1.0 + tl.exp(-total))).to(dtype)
-    tl.store(out_ptr + token[:, None] * channels + channel[None, :], out, mask=within)
+    inputs = ()
+    for place in tl.static_range(KEPT + TOKENS):
+        token = first + place - KEPT
+        there = within & (token >= 0) & (token < tokens)
+        at = token * columns + channel
+        inputs = inputs + (_sum(x_ptr, at, there, tokens * columns, parts, dtype),)  # noqa: RUF005
+    weights = ()
+    for place in tl.static_range(KEPT + 1):
+        weight = tl.load(weight_ptr + channel * (KEPT + 1) + place, mask=within, other=0.0)
+        weights = weights + (weight.to(tl.float32),)  # noqa: RUF005
+    for place in tl.static_range(TOKENS):
+        token = first + place
+        total = inputs[place + KEPT].to(tl.float32) * weights[KEPT]
+        before = tl.zeros([CHANNELS], tl.float32)
+        for back in tl.static_range(1, KEPT + 1):
+            before += inputs[place + KEPT - back].to(tl.float32) * weights[KEPT - back]
+        offset = tl.load(offset_ptr + token, mask=token < tokens, other=KEPT)
+        if offset < KEPT:
+            before = _begin_of_row(
+                slot_ptr, position_ptr, state_ptr, layer, slots, token, offset, channel, within,
+                inputs[place : place + KEPT], weights, channels, KEPT,
+            )  # fmt: skip
+        total += before
+        out = (total * sigmoid(total)).to(dtype)
+        tl.store(out_ptr + token * channels + channel, out, mask=within & (token < tokens))
+
+
+@triton.jit
+def _begin_of_row(
+    slot_ptr, position_ptr, state_ptr, layer, slots, token, offset, channel, within, inputs,
+    weights, channels: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """What the KEPT inputs before the token at `offset` of its row add, of which some are in the
+    state."""
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    goes_on = within & (tl.load(position_ptr + token) > offset)
+    state = state_ptr + (layer * slots + slot) * (KEPT * channels) + channel
+    total = tl.zeros(channel.shape, tl.float32)
+    for back in tl.static_range(1, KEPT + 1):
+        kept = state + (KEPT - back + offset) * channels
+        kept = tl.load(kept, mask=goes_on & (offset < back), other=0.0).to(tl.float32)
+        own = tl.where(offset >= back, inputs[KEPT - back].to(tl.float32), kept)
+        total += own * weights[KEPT - back]
+    return total
 
 
 @triton.jit
@@ -187,14 +218,15 @@ def _outputs(
     target: Target,
 ) -> Array:  # fmt: skip
     tokens, channels = projected.shape[1], weight.shape[0]
+    each = _TOKENS if tokens >= _MANY else _FEW_TOKENS
     return triton_call(
         projected, weight, step.slots, step.positions, step.offsets(state.shape[1]), state, layer,
         kernel=_convolve,
         name="causal_conv",
         out_type=jax.ShapeDtypeStruct((tokens, channels), state.dtype),
-        grid=(triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, CHANNELS)),
-        TOKENS=_TOKENS,
-        **sizes(projected, state, target),
+        grid=(triton.cdiv(tokens, each), triton.cdiv(channels, _WIDE)),
+        TOKENS=each,
+        **{**sizes(projected, state, target), "CHANNELS": _WIDE},
     )  # fmt: skip
 
 

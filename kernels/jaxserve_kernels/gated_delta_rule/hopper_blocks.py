@@ -202,7 +202,7 @@ def _copy(
     size: gl.constexpr = 2 * (2 * _BLOCK * KEY + _BLOCK * _COLUMNS + 3 * _BLOCK * _BLOCK)
     turn = 0
     for chunk in range(gl.program_id(0), CHUNKS, gl.num_programs(0)):
-        token, length, count, number = _chunk_of(lists, chunk)
+        token, _, count, number = _chunk_of(lists, chunk)
         for block in range(count):
             stage = turn % _STAGES
             bar = ready.index(stage)
