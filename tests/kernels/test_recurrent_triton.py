@@ -37,7 +37,8 @@ MIXES = {
     "chunks_and_a_decode": Mix([Part(0, 300, 1), Part(1, 512, 192), Part(2, 0, 72)], 300, PROMPTS),
     "a_state_within_a_row": Mix([Part(1, 512, 192, 128, kept_in=4)], 200, PROMPTS),
     "the_rest_of_a_prompt": Mix([Part(0, 256, 44), Part(1, 1000, 1)], 64, PROMPTS),
-    "no_whole_block": Mix([Part(0, 300, 1), Part(1, 192, 8)], 12, PROMPTS),
+    "short_blocks": Mix([Part(0, 300, 1), Part(1, 960, 40), Part(2, 0, 200)], 256, PROMPTS),
+    "a_step_of_few_tokens": Mix([Part(0, 300, 1), Part(1, 960, 40)], 44, PROMPTS),
 }
 # Rounded to 8 bits an output differs by 2e-3; sums of products of halves of numbers by 2e-5.
 BOUNDS = {"float32": Bounds(1e-5, 1e-5), "bfloat16": Bounds(6e-3, 1e-4)}
