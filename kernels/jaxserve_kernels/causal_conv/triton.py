@@ -19,7 +19,7 @@ from jaxserve_kernels.triton_call import triton_call
 CHANNELS = 256
 """Channels of a program."""
 
-_MANY, _TOKENS, _FEW_TOKENS, _WIDE = 512, 8, 4, 1024
+_MANY, _TOKENS, _FEW_TOKENS, _WIDE = 512, 8, 4, 512
 """Of a step with prompts of at least _MANY tokens, a program has _TOKENS of them, else _FEW_TOKENS;
 and _WIDE channels."""
 

@@ -4,7 +4,7 @@ A program has some chunks, one value head, and 64 of the state's columns. A prod
 parts of the next blocks into a ring in shared memory. A warpgroup has the columns of the state in
 registers, transposed: [columns, keys]. So the tensor cores read the state, and the sums that are
 multiplied again, from the registers in which they have computed them, as a high and a low part
-(`_halves`). A block's outputs are products beside those that follow each other.
+(`_add`). A block's outputs are products beside those that follow each other.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ _TOKEN = gl.constexpr(gl.SliceLayout(0, _SUMS))
 
 
 @gluon.jit
-def _halves(x, COLUMNS: gl.constexpr):
-    """Float32 sums as the left operand of a product of so many columns, in bfloat16: the high
-    parts, and the low parts, which are the rest."""
+def _left(x, COLUMNS: gl.constexpr):
+    """Sums, rounded to bfloat16, as the left operand of a product of so many columns."""
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    high = x.to(gl.bfloat16)
-    low = (x - high.to(gl.float32)).to(gl.bfloat16)
-    return (
-        gl.convert_layout(high, left, assert_trivial=True),
-        gl.convert_layout(low, left, assert_trivial=True),
-    )
+    layout: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    return gl.convert_layout(x.to(gl.bfloat16), layout, assert_trivial=True)
 
 
 @gluon.jit
-def _add(halves, right, total, first: gl.constexpr = False):
-    """total + (high + low) @ right, not yet waited for. first: total counts as 0."""
-    total = warpgroup_mma(halves[1], right, total, use_acc=not first, is_async=True)
-    return warpgroup_mma(halves[0], right, total, is_async=True)
+def _rest(x):
+    """What float32 sums lose if they are rounded to bfloat16."""
+    return x - x.to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _add(x, right, total, COLUMNS: gl.constexpr):
+    """total + x @ right, not yet waited for. The low parts of x are computed while the tensor cores
+    multiply the high ones."""
+    total = warpgroup_mma(_left(x, COLUMNS), right, total, is_async=True)
+    return warpgroup_mma(_left(_rest(x), COLUMNS), right, total, is_async=True)
 
 
 @gluon.jit
@@ -107,7 +108,7 @@ def _clear(tile, length):
 
 @gluon.jit
 def _carry(
-    rings, results, ready, free, lists, factors_ptr, state_ptr, out_ptr, head, column,
+    rings, results, ready, free, lists, state_ptr, out_ptr, head, column,
     slot_size: gl.constexpr, value_heads: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -115,18 +116,16 @@ def _carry(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY, 16])
     at = 0
     for chunk in range(gl.program_id(0), CHUNKS, gl.num_programs(0)):
-        first, length, count, number = _chunk_of(lists, chunk)
+        first, length, count, _ = _chunk_of(lists, chunk)
         kept = gl.load(lists[5] + chunk)
         state_of = state_ptr, lists[1] + chunk, column
         places = _places(state_of, slot_size, layout, KEY, VALUE)
         goes_on = (gl.load(lists[2] + chunk) > 0) & (length > 0)
         there, _ = gl.broadcast(goes_on, places)
         state = gl.load(places, mask=there, other=0.0)
-        factors_at = factors_ptr + (number * value_heads + head) * (4 * _BLOCK) + 4 * _BLOCK - 1
         target = out_ptr + (first.to(gl.int64) * value_heads + head) * VALUE + column
         for block in range(count):
             stage = at % _STAGES
-            forget = gl.load(factors_at + block * (value_heads * 4 * _BLOCK))
             mbarrier.wait(ready.index(stage), (at // _STAGES) & 1)
             left = length - block * _BLOCK
             if left < _BLOCK:
@@ -135,7 +134,7 @@ def _carry(
                 _clear(rings[2].index(stage), left)
                 fence_async_shared()
                 gl.barrier()
-            state, out = _block(rings, stage, state, forget, KEY)
+            state, out = _block(rings, stage, state, layout, KEY)
             _store(out, results.index(stage), target, free.index(stage), left, value_heads * VALUE)
             target += _BLOCK * value_heads * VALUE
             if block + 1 == kept:
@@ -147,30 +146,36 @@ def _carry(
 
 
 @gluon.jit
-def _block(rings, stage, state, forget, KEY: gl.constexpr):
+def _block(rings, stage, state, layout: gl.constexpr, KEY: gl.constexpr):
     """The state after a block, and its outputs, [columns, tokens]."""
     k_ring, q_ring, v_ring, solved_ring, scores_ring, factor_ring = rings
     nothing = gl.zeros([_COLUMNS, _BLOCK], gl.float32, _SUMS)
     k = k_ring.index(stage)
     solved = solved_ring.index(stage)
     factors = factor_ring.index(stage)
-    halves = _halves(state, _BLOCK)
-    found = _add(halves, k.permute((1, 0)), nothing, first=True)
-    read = _add(halves, q_ring.index(stage).permute((1, 0)), nothing, first=True)
+    # ptxas has sums that it reads wait for all products.
+    high, low = _left(state, _BLOCK), _left(_rest(state), _BLOCK)
+    found = warpgroup_mma(high, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    found = warpgroup_mma(low, k.permute((1, 0)), found, is_async=True)
+    q = q_ring.index(stage).permute((1, 0))
+    read = warpgroup_mma(high, q, nothing, use_acc=False, is_async=True)
+    read = warpgroup_mma(low, q, read, is_async=True)
     found, read = warpgroup_mma_wait(0, deps=[found, read])
 
     v = v_ring.index(stage).permute((1, 0)).load(_SUMS).to(gl.float32)
-    missing = _halves(v - factors.slice(0, _BLOCK).load(_TOKEN)[None, :] * found, _BLOCK)
-    low = solved.slice(_BLOCK, _BLOCK).permute((1, 0))
-    write = warpgroup_mma(missing[0], low, nothing, use_acc=False, is_async=True)
-    write = _add(missing, solved.slice(0, _BLOCK).permute((1, 0)), write)
+    missing = v - factors.slice(0, _BLOCK).load(_TOKEN)[None, :] * found
+    left, right = _left(missing, _BLOCK), solved.slice(_BLOCK, _BLOCK).permute((1, 0))
+    write = warpgroup_mma(left, right, nothing, use_acc=False, is_async=True)
+    write = _add(missing, solved.slice(0, _BLOCK).permute((1, 0)), write, _BLOCK)
+    forget = factors.slice(4 * _BLOCK - 1, 1).load(gl.SliceLayout(1, layout))
+    state *= forget[:, None]
     q_factor = factors.slice(_BLOCK, _BLOCK).load(_TOKEN)
     last = factors.slice(2 * _BLOCK, _BLOCK).load(_TOKEN)
     write = warpgroup_mma_wait(0, deps=[write])
 
-    state = _add(_halves(last[None, :] * write, KEY), k, forget * state)
+    state = _add(last[None, :] * write, k, state, KEY)
     scores = scores_ring.index(stage).permute((1, 0))
-    out = _add(_halves(write, _BLOCK), scores, q_factor[None, :] * read)
+    out = _add(write, scores, q_factor[None, :] * read, _BLOCK)
     return warpgroup_mma_wait(0, deps=[state, out])
 
 
@@ -258,7 +263,7 @@ def _advance(
     gl.warp_specialize(
         [
             (_carry, (
-                rings, results, ready, free, lists, factors_ptr, state_ptr, out_ptr, head, column,
+                rings, results, ready, free, lists, state_ptr, out_ptr, head, column,
                 slot_size, value_heads, KEY, VALUE, CHUNKS,
             )),
             (_copy, (

@@ -88,14 +88,20 @@ def inputs(qkv: Array, gates: Array, a_log: Array, dt_bias: Array, heads: Heads)
         each = each * lax.rsqrt(jnp.sum(each * each, axis=-1, keepdims=True) + _EPS)
         return jnp.repeat(each, heads.value_heads // heads.key_heads, axis=-2)
 
-    a, b = jnp.split(gates.astype(jnp.float32), 2, axis=-1)
     return Inputs(
         of_keys(q) * heads.key_dim**-0.5,
         of_keys(k),
         v.reshape(*leading, heads.value_heads, heads.value_dim),
-        -jnp.exp(a_log[: heads.value_heads]) * jax.nn.softplus(a + dt_bias[: heads.value_heads]),
-        jax.nn.sigmoid(b),
+        *decay_and_beta(gates, a_log, dt_bias),
     )
+
+
+def decay_and_beta(gates: Array, a_log: Array, dt_bias: Array) -> tuple[Array, Array]:
+    """The log decay and the write gate of each token and value head, float32 [..., value_heads],
+    from gates [..., 2 * value_heads]."""
+    a, b = jnp.split(gates.astype(jnp.float32), 2, axis=-1)
+    own = slice(a.shape[-1])
+    return -jnp.exp(a_log[own]) * jax.nn.softplus(a + dt_bias[own]), jax.nn.sigmoid(b)
 
 
 def one_token(state: Array, token: Inputs) -> tuple[Array, Array]:

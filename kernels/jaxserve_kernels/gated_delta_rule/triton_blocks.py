@@ -26,6 +26,7 @@ from jaxserve_kernels.gated_delta_rule.reference import (
     RuleWeights,
     blocks_of,
     counts_of,
+    decay_and_beta,
     most_blocks,
 )
 from jaxserve_kernels.recurrent_state import RecurrentStep
@@ -76,34 +77,33 @@ def _inverted(system, solved, row, column, zero, FIRST: tl.constexpr, LAST: tl.c
 
 @jit
 def _prepare(
-    qkv_ptr, gates_ptr, a_log_ptr, bias_ptr, first_ptr, length_ptr, count_ptr,
+    qkv_ptr, gates_ptr, tokens, first_ptr, length_ptr, count_ptr,
     solved_ptr, scores_ptr, factors_ptr,
     key_heads: tl.constexpr, value_heads: tl.constexpr, scale: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens that a short block lacks change nothing: they have no decay and write nothing."""
+    """gates_ptr: log decays and write gates, [2, value_heads, tokens]. Computed here, they would be
+    a third of the instructions, because all threads need those of many tokens. The tokens that a
+    short block lacks count as its last one without decay, and write nothing."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     if block < tl.load(count_ptr):
         i = tl.arange(0, BLOCK)
-        there = i < tl.load(length_ptr + block)
+        length = tl.load(length_ptr + block)
+        there = i < length
         key = tl.arange(0, KEY)
         width: tl.constexpr = 2 * key_heads * KEY + value_heads * VALUE
         dtype: tl.constexpr = scores_ptr.dtype.element_ty
-        token = tl.load(first_ptr + block).to(tl.int64) + i
+        token = tl.load(first_ptr + block).to(tl.int64) + tl.minimum(i, length - 1)
         qkv_ptr += (head // (value_heads // key_heads)) * KEY
-        gates = gates_ptr + token * (2 * value_heads) + head
-        a = tl.load(gates, mask=there, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
-        # log(1 + exp(a)) without overflow
-        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-        log_decay = tl.where(there, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0)
-        b = tl.load(gates + value_heads, mask=there, other=0.0).to(tl.float32)
-        beta = tl.where(there, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+        gates = gates_ptr + head * tokens + tl.load(first_ptr + block) + i
+        log_decay = tl.load(gates, mask=there, other=0.0)
+        beta = tl.load(gates + tokens * value_heads, mask=there, other=0.0)
         from_start = tl.exp(tl.cumsum(log_decay, axis=0))
 
         source = qkv_ptr + token[:, None] * width + key[None, :]
-        q = tl.load(source, mask=there[:, None], other=0.0)
-        k = tl.load(source + key_heads * KEY, mask=there[:, None], other=0.0)
+        q = tl.load(source)
+        k = tl.load(source + key_heads * KEY)
         wide_q = q.to(tl.float32)
         wide_k = k.to(tl.float32)
         q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, axis=1) + 1e-6) * scale
@@ -184,12 +184,11 @@ def _advance(
         number = tl.load(number_ptr + chunk).to(tl.int64)
         zero = tl.zeros([BLOCK, COLUMNS], tl.float32)
         for block in range(tl.cdiv(length, BLOCK)):
-            token = first + block * BLOCK + i
+            token = first + tl.minimum(block * BLOCK + i, length - 1)
             there = (block * BLOCK + i < length)[:, None]
             source = qkv_ptr + token[:, None] * width
-            k = tl.load(source + key_heads * KEY + of_key + key[None, :], mask=there, other=0.0)
-            v = source + of_value + column[None, :]
-            v = tl.load(v, mask=there, other=0.0).to(tl.float32)
+            k = tl.load(source + key_heads * KEY + of_key + key[None, :])
+            v = tl.load(source + of_value + column[None, :]).to(tl.float32)
             at = (number + block) * value_heads + head
             matrix = at * (BLOCK * BLOCK) + i[:, None] * BLOCK + i[None, :]
             solved = solved_ptr + at * (BLOCK * BLOCK) + matrix
@@ -200,7 +199,7 @@ def _advance(
             missing = v - k_factor[:, None] * _times(k, state, zero)
             write = tl.dot(low, missing.to(low.dtype), zero, input_precision="tf32x3")
             write = _times(high, missing, write)
-            q = tl.load(source + of_key + key[None, :], mask=there, other=0.0)
+            q = tl.load(source + of_key + key[None, :])
             q_factor = tl.load(factors + BLOCK + i)
             scores = tl.load(scores_ptr + matrix)
             out = _times(scores, write, q_factor[:, None] * _times(q, state, zero))
@@ -245,8 +244,10 @@ def in_blocks(
     }  # fmt: skip
     # Before Hopper the tensor cores read both operands from registers, which four warps lack.
     warps = 4 if target.gpu.compute_capability >= 90 else 8
+    gates = decay_and_beta(tokens.gates[0], weights.a_log, weights.dt_bias)
+    gates = jnp.stack(gates).swapaxes(1, 2)
     prepared = triton_call(
-        tokens.qkv, tokens.gates, weights.a_log, weights.dt_bias, *blocks[:2], total[None],
+        tokens.qkv, gates, count, *blocks[:2], total[None],
         kernel=_prepare,
         name="gated_delta_rule_prepare",
         out_type=(
