@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import triton.language as tl
-from jax import Array
+from jax import Array, lax
 from triton import jit
 
 from jaxserve_kernels.gated_delta_rule import hopper_blocks
@@ -244,7 +244,10 @@ def in_blocks(
     }  # fmt: skip
     # Before Hopper the tensor cores read both operands from registers, which four warps lack.
     warps = 4 if target.gpu.compute_capability >= 90 else 8
-    gates = decay_and_beta(tokens.gates[0], weights.a_log, weights.dt_bias)
+    # Otherwise XLA computes them from sums that it has not rounded.
+    own = jnp.finfo(tokens.gates.dtype)
+    rounded = lax.reduce_precision(tokens.gates[0].astype(jnp.float32), own.nexp, own.nmant)
+    gates = decay_and_beta(rounded, weights.a_log, weights.dt_bias)
     gates = jnp.stack(gates).swapaxes(1, 2)
     prepared = triton_call(
         tokens.qkv, gates, count, *blocks[:2], total[None],
