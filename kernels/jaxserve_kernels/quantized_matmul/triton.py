@@ -24,14 +24,16 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
     arrays,
     kind,
 )
+from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     MXFP4_POWER,
     e2m1_times,
     e4m3_pair,
+    four_apart,
     four_side_by_side,
     int8_pair,
     less_zero,
-    mxfp4_factors,
+    mxfp4_planes,
     nibbles,
     nvfp4_factors,
     side_by_side,
@@ -94,9 +96,8 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
 
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
-    """Adds a tile of MXFP4 to acc. A plane is a block."""
-    even, odd = mxfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, even, odd)
+    """Adds a tile of MXFP4 to acc. Eight words are a block."""
+    a, b, c, d = mxfp4_planes(four_apart(words), tl.load(scale_ptr))
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
 
 
@@ -138,7 +139,7 @@ def accumulate(
     words = packed_ptr + (tile * tiles + first) * (64 * width) + inner * width
     words = words[:, None] + tl.arange(0, width)[None, :]
     span: tl.constexpr = GROUP if KIND == INT4 else depth  # inputs of one product
-    depths = first * depth + tl.arange(0, span)[:, None]
+    depths = first * depth + of_planes(tl.arange(0, span), KIND)[:, None]
     x = x_ptr + token.to(tl.int64)[None, :] * columns + depths
     present = token[None, :] < tokens  # the others are not read
     at = (tile * tiles + first) * (64 * groups) + inner

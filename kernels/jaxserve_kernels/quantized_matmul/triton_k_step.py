@@ -23,9 +23,10 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     e2m1_times,
     e4m3_pair,
+    four_apart,
     int8_pair,
     less_zero,
-    mxfp4_factors,
+    mxfp4_planes,
     nibbles,
     nibbles_and_biased,
     nvfp4_factors,
@@ -56,14 +57,28 @@ def _planes(words, scales, KIND: gl.constexpr, BIASED: gl.constexpr):
         even, odd = nvfp4_factors(scales)
         planes = e2m1_times(words, even, odd)
     elif KIND == _MXFP4:  # relative to MXFP4_POWER
-        even, odd = mxfp4_factors(scales)
-        planes = e2m1_times(words, even, odd)
+        planes = _mxfp4_planes(words, scales)
     elif KIND == _INT8:
         planes = int8_pair(words)
     else:
         gl.static_assert(KIND == _FP8)
         planes = e4m3_pair(words)
     return planes
+
+
+@gluon.jit
+def _mxfp4_planes(words, scales):
+    left: gl.constexpr = words.type.layout
+    parts = four_apart(words)
+    of_rows: gl.constexpr = gl.SliceLayout(1, parts[0].type.layout)
+    scales = gl.convert_layout(scales, of_rows, assert_trivial=True)
+    a, b, c, d = mxfp4_planes(parts, scales)
+    return (
+        gl.convert_layout(a, left, assert_trivial=True),
+        gl.convert_layout(b, left, assert_trivial=True),
+        gl.convert_layout(c, left, assert_trivial=True),
+        gl.convert_layout(d, left, assert_trivial=True),
+    )
 
 
 @gluon.jit
