@@ -23,6 +23,7 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     e2m1_times,
     e4m3_pair,
+    each,
     four_apart,
     int8_pair,
     less_zero,
@@ -55,7 +56,7 @@ def _planes(words, scales, KIND: gl.constexpr, BIASED: gl.constexpr):
         planes = nibbles(words)
     elif KIND == _NVFP4:  # 2^-8 times the weight
         even, odd = nvfp4_factors(scales)
-        planes = e2m1_times(words, even, odd)
+        planes = e2m1_times(words, each(even, words.shape), each(odd, words.shape))
     elif KIND == _MXFP4:  # relative to MXFP4_POWER
         planes = _mxfp4_planes(words, scales)
     elif KIND == _INT8:

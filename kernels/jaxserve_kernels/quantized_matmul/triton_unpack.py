@@ -102,7 +102,8 @@ def nvfp4_factors(words):
 
 @triton.jit
 def e2m1_times(words, even, odd):
-    """Converts 16-bit words to four bfloat16 vectors: e2m1 values times 2^-126 times a factor each.
+    """Converts 16-bit words to four bfloat16 vectors: e2m1 values times 2^-126 times factors, one
+    for each plane and each two words.
 
     `even` has the factors of planes 0 and 2 as halves of a word, `odd` those of planes 1 and 3. A
     product takes either half for both of its numbers, without a further instruction.
@@ -110,7 +111,6 @@ def e2m1_times(words, even, odd):
     A nibble's sign, exponent and mantissa move to bfloat16's places. One integer product copies the
     nibble to both places, and a mask keeps the right bits. The result is the value times 2^-126.
     """
-    shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, f, high, zero; .reg .b16 e, g, o, p; mov.b32 zero, 0x80008000;
         mov.b32 {e, g}, $5; mov.b32 {o, p}, $7; shr.u32 high, $4, 8;
@@ -122,7 +122,7 @@ def e2m1_times(words, even, odd):
         mov.b32 f, {g, g}; fma.rn.bf16x2 $2, a, f, zero;
         and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
         mov.b32 f, {p, p}; fma.rn.bf16x2 $3, a, f, zero; }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, each(even, shape), each(odd, shape)],
+        "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, even, odd],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
