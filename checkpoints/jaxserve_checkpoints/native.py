@@ -36,8 +36,9 @@ from jaxserve_checkpoints.rules import AnyRule, Rule
 from jaxserve_kernels.weights import is_quantized, layout, types
 
 FILE = NATIVE_FILE
-FORMAT = 1
-"""Increase this when the arrays of a type in `jaxserve_kernels.weights` change their meaning."""
+FORMAT = 2
+"""Increase this when the arrays of a type in `jaxserve_kernels.weights` change their meaning. In
+format 1 MXFP4's codes had another order."""
 
 METADATA = "jaxserve"
 

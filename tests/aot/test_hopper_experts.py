@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.aot.ptx import check_registers_and_memory, compile_kernel, tma_blocks
+from tests.aot.ptx import (
+    check_registers_and_memory,
+    compile_kernel,
+    disassembled,
+    ptxas_report,
+    tma_blocks,
+)
 
 KINDS = {"bf16": -2, "int8": 0, "fp8": 1, "int4": 2, "mxfp4": 4}
 QWEN, GPT_OSS = (2048, 768), (2880, 2880)
@@ -83,7 +89,7 @@ def compiled(
 @pytest.mark.parametrize(("name", "sizes", "gated", "spilled"), [
     ("bf16", QWEN, True, 8), ("bf16", QWEN, False, 0), ("bf16", GPT_OSS, True, 16),
     ("int4", QWEN, True, 16), ("int4", QWEN, False, 0), ("int8", QWEN, False, 32),
-    ("mxfp4", GPT_OSS, True, 56), ("mxfp4", GPT_OSS, False, 44),
+    ("mxfp4", GPT_OSS, True, 44), ("mxfp4", GPT_OSS, False, 32),
     ("fp8", QWEN, True, 8), ("fp8", QWEN, False, 0),
     ("fp8-blocks", QWEN, True, 24), ("fp8-blocks", QWEN, False, 0),
 ])  # fmt: skip
@@ -108,6 +114,17 @@ def test_two_programs_of_small_tiles_fit_on_a_multiprocessor(
     check_registers_and_memory(kernel, tmp_path, spilled=8)
     assert 2 * (kernel.metadata.shared + 1024) <= 228 * 1024
     assert 2 * 32 * kernel.metadata.num_warps * hopper.SMALL.registers <= 65536
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_eight_codes_of_mxfp4_take_nine_instructions(gated: bool, tmp_path: Path) -> None:
+    """A step of 64 rows: a thread has two rows, a block of each. Of nine instructions two shift."""
+    ptxas_report(compiled("mxfp4", GPT_OSS, gated=gated, small=True), tmp_path)
+    code = disassembled(tmp_path)
+    loops = re.findall(r"\n\.(L_x_\d+):(?=(.*?)BRA `\(\.\1\))", code, re.DOTALL)
+    step = min((body for _, body in loops if "QGMMA" in body), key=len)
+    found = [len(re.findall(name, step)) for name in ("LDS.128", "LDS.U8", "PRMT", r"\bLOP3")]
+    assert found == [2, 2, 8 * 4, 8 * 3]
 
 
 @pytest.mark.parametrize(("name", "most"), [("int4", 13), ("fp8-blocks", 11), ("bf16", 9)])

@@ -359,11 +359,11 @@ def metadata_with(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (metadata_with(format=2), "of format 2, this version reads 1"),
+        (metadata_with(format=1), "of format 1, this version reads 2"),
         (metadata_with(types={"layers.up": "Int3Weight"}), "layers.up is of type Int3Weight"),
         (metadata_with(types={"layers.up": "Int8Weight"}), r"is \[3, 128, 64\], the model needs"),
         (metadata_with(types={"layers.up": "Mxfp4Weight"}), "Mxfp4Weight, but has no largest"),
-        (lambda content: {"format": 1}, "not written by jaxserve convert"),
+        (lambda content: {"format": 2}, "not written by jaxserve convert"),
     ],
 )
 def test_another_version_or_model_is_refused_with_what_it_is(

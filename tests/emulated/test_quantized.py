@@ -15,9 +15,9 @@ from jaxserve_kernels import weights
 from jaxserve_kernels.add_rms_norm.triton import add_rms_norm
 from jaxserve_kernels.matmul import gated_linear, linear
 from jaxserve_kernels.quantized_matmul import triton as kernels
-from jaxserve_kernels.quantized_matmul.config import Config
+from jaxserve_kernels.quantized_matmul.config import Config, Method
 from jaxserve_kernels.quantized_matmul.e4m3 import api as e4m3_products
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens, format_for
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order, QuantizedTokens, format_for
 from jaxserve_kernels.quantized_matmul.e4m3.triton_convert import to_fp8
 from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
 from tests.emulated.errors import relative_error
@@ -100,23 +100,27 @@ def test_a_weight_converted_beforehand_is_its_copy(name: str) -> None:
     assert relative_error(converted, weight.dequantize()) < (1e-7 if name == "mxfp4" else 0.03)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_tokens_lie_as_words_of_codes_become_registers(name: str) -> None:
-    """For `e4m3.hopper`. A register has the even nibbles of two words, or the odd ones; a thread
-    has four registers of 4 words."""
+@pytest.mark.parametrize(
+    ("name", "method"), [("nvfp4", "hopper"), ("mxfp4", "hopper"), ("mxfp4", "e4m3")]
+)
+def test_tokens_lie_as_codes_become_registers(name: str, method: Method) -> None:
+    """For `e4m3.hopper`, a register has the even nibbles of two of NVFP4's words, or the odd ones,
+    or all of one of MXFP4's. A thread has four words of NVFP4, or a block of MXFP4's eight. For
+    `e4m3.triton`, MXFP4's tokens lie as its planes."""
     x, weight = made(QUANTIZE[name])
-    form = format_for(weight, TOKENS, Config(method="hopper", rows=128, tokens=16))
+    form = format_for(weight, TOKENS, Config(method=method, rows=128, tokens=16))
     place = np.arange(DEPTH)
-    half, register, thread, byte = place // 64 % 2, place // 16 % 4, place // 4 % 4, place % 4
-    word = 2 * (register // 2) + byte // 2
-    nibble = 2 * (byte % 2) + register % 2
+    register, thread, byte = place // 16 % 8, place // 4 % 4, place % 4
     if name == "nvfp4":
+        half, register = register // 4, register % 4
+        word, nibble = 2 * (register // 2) + byte // 2, 2 * (byte % 2) + register % 2
         inputs = 64 * half + 16 * nibble + 4 * thread + word
+    elif method == "hopper":
+        inputs = 32 * thread + 8 * byte + register
     else:
-        inputs = 32 * nibble + 8 * thread + 4 * half + word
-    plain = quantized(
-        x, format_for(weight, TOKENS, Config(method="e4m3", tokens=16)), target=HOPPER
-    )
+        plane, word = place // 32 % 4, place % 32
+        inputs = 32 * (word // 8) + 8 * plane + word % 8
+    plain = quantized(x, form._replace(order=Order.INPUTS), target=HOPPER)
     tokens = quantized(x, form, target=HOPPER)
     expected = np.asarray(plain.codes[:TOKENS], np.float32)[:, place // 128 * 128 + inputs]
     assert np.array_equal(np.asarray(tokens.codes[:TOKENS], np.float32), expected)

@@ -16,6 +16,7 @@ from tests.emulator.ptx import Words, assembly
 UNPACK = "quantized_matmul/triton_unpack.py"
 E4M3 = "quantized_matmul/e4m3/triton.py"
 HOPPER = "quantized_matmul/e4m3/hopper_operand.py"
+HOPPER_MXFP4 = "quantized_matmul/e4m3/hopper_mxfp4.py"
 
 CODES = np.arange(65536, dtype=np.uint32)
 PAIRS = CODES | CODES[::-1] << np.uint32(16)
@@ -126,11 +127,14 @@ def test_mxfp4_is_exact(powers: tuple[int, ...]) -> None:
     """Every word, with powers that bfloat16 has relative to 2^64."""
     scales = np.array([sum((127 + power) << 8 * plane for plane, power in enumerate(powers))])
     factors = assembly(UNPACK, "mxfp4_factors")(scales.astype(np.uint32))
-    operands = itertools.chain.from_iterable((factor, factor) for factor in factors)
-    planes = assembly(UNPACK, "e2m1_times")(PAIRS, *operands)
-    for plane, power in enumerate(powers):
-        expected = e2m1(nibble(PAIRS, plane)) * np.float32(2.0**power)
-        np.testing.assert_array_equal(np.float32(2.0**64) * bf16(planes[plane]), expected)
+    for pair, factor in enumerate(factors):
+        words = PAIRS, PAIRS[::-1]
+        planes = assembly(UNPACK, "e2m1_of_blocks")(*words, factor, factor)
+        for place, found in enumerate(planes):
+            block, plane = place // 4, place % 4
+            power = np.float32(2.0 ** powers[2 * block + pair])
+            expected = e2m1(nibble(words[block], plane)) * power
+            np.testing.assert_array_equal(np.float32(2.0**64) * bf16(found), expected)
 
 
 def test_nibbles_become_e4m3_bytes() -> None:
@@ -188,20 +192,23 @@ def rounded_products(factors: tuple[Words, ...], powers: list[Any]) -> None:
 @pytest.mark.parametrize("offset", [0, 5, 40, 90, 126])
 def test_nvfp4_in_a_registers_order_is_rounded_to_e4m3(offset: int) -> None:
     words, scales = scale_words()
-    factors = assembly(HOPPER, "_nvfp4_factors")(words[offset : offset + 1])
+    factors = assembly(HOPPER, "nvfp4_factors")(words[offset : offset + 1])
     rounded_products(factors, [scale[offset] / 8 for scale in scales])
 
 
-@pytest.mark.parametrize("largest", [127, 4, 254])
-@pytest.mark.parametrize("below", [(0, 1, 2, 14), (15, 16, 0, 3), (100, 0, 0, 200)])
-def test_mxfp4_relative_to_a_largest_power_is_exact(largest: int, below: tuple[int, ...]) -> None:
-    exponents = [max(largest - each, 0) for each in below]
-    scales = np.array([sum(each << 8 * at for at, each in enumerate(exponents))], np.uint32)
-    least = np.uint32((16 - largest) & 0xFFFF) * np.uint32(0x10001)
-    factors = assembly(HOPPER, "_mxfp4_factors")(scales, np.array([least]))
-    powers = [2.0 ** (6 + each - largest) for each in exponents]
-    kept = [power if power >= 2.0**-9 else 0.0 for power in powers]  # 0.5 times it is in e4m3
-    rounded_products(factors, kept)
+@pytest.mark.parametrize("down", range(13))
+def test_mxfp4_is_looked_up(down: int) -> None:
+    """A register has the codes of one word. Tables are those of a block with 2^-down of the largest
+    power. At the end 0.5 counts as 0."""
+    few, many = 0x6C686000 - down * 0x08080800, 0x7C787470 - down * 0x08080808
+    tables = [np.array([each], np.uint32) for each in (few, many) for _ in range(4)]
+    registers = assembly(HOPPER_MXFP4, "_bytes")(PAIRS, PAIRS[::-1], *tables)
+    for register, packed in enumerate(registers):
+        word = halves((PAIRS, PAIRS[::-1])[register // 2])[register % 2]
+        codes = np.stack([(word >> (4 * byte)) & 15 for byte in range(4)]).astype(np.int32)
+        values = e2m1(codes)
+        values = np.where((down == 12) & (np.abs(values) == 0.5), 0, values)
+        np.testing.assert_array_equal(e4m3(lanes(packed)), values * 2.0 ** (6 - down))
 
 
 def test_a_product_of_two_rounded_numbers_is_rounded_once() -> None:

@@ -47,6 +47,19 @@ def test_a_word_holds_four_inputs_32_apart() -> None:
     assert np.count_nonzero(packed) == 1
 
 
+def test_eight_words_of_mxfp4_are_a_block() -> None:
+    """A word holds four inputs 8 apart."""
+    codes = np.zeros((64, 256), np.uint8)
+    for nibble, code in enumerate((1, 2, 3, 15)):
+        codes[5, 128 + 32 * 2 + 8 * nibble + 7] = code
+    packed = np.asarray(layout.pack_blocks(jnp.asarray(codes)))
+    assert packed.shape == (1, 2, 64, 32)
+    assert packed[0, 1, 5, 8 * 2 + 7] == 0xF321
+    assert np.count_nonzero(packed) == 1
+    weight = weights.pack_mxfp4(jnp.asarray(codes), jnp.zeros((64, 8), jnp.uint8))
+    np.testing.assert_array_equal(weight.packed, packed)
+
+
 def test_a_word_holds_two_bytes_64_apart() -> None:
     codes = np.zeros((128, 128), np.uint8)
     codes[64 + 3, 9], codes[64 + 3, 73] = 0x12, 0xFE
@@ -64,12 +77,15 @@ def test_packing_loses_nothing(seed: int, leading: tuple[int, ...]) -> None:
     nibbles = codes & 15
     packed = layout.pack_nibbles(jnp.asarray(nibbles))
     np.testing.assert_array_equal(layout.unpack_nibbles(packed), nibbles)
+    packed = layout.pack_blocks(jnp.asarray(nibbles))
+    np.testing.assert_array_equal(layout.unpack_blocks(packed), nibbles)
 
 
 @pytest.mark.parametrize("shape", [(96, 128), (64, 192)])
 def test_sizes_that_tiles_do_not_divide_are_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="multiple of"):
-        layout.pack_nibbles(jnp.zeros(shape, jnp.uint8))
+    for pack in (layout.pack_nibbles, layout.pack_blocks):
+        with pytest.raises(ValueError, match="multiple of"):
+            pack(jnp.zeros(shape, jnp.uint8))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, DEPTH])

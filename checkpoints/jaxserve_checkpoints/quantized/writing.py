@@ -217,7 +217,7 @@ def _codes(weight: _Writable) -> Codes:
             rows = layout.untile_rows(weight.row_scale)[:, 0]
             return Nvfp4Codes(layout.unpack_nibbles(weight.packed), scales, rows)
         case Mxfp4Weight():
-            return Mxfp4Codes(layout.unpack_nibbles(weight.packed), _bytes_of(scale))
+            return Mxfp4Codes(layout.unpack_blocks(weight.packed), _bytes_of(scale))
         case OrderedInt4Weight():
             return _codes(weight.stored)
 

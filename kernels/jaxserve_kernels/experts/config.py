@@ -106,7 +106,7 @@ def token_format(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> T
 def format_of(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
     """The format of tokens in e4m3 that `hopper` reads beside a weight of `inputs` inputs."""
     assert weight.operand is not None
-    orders = {Kind.FP8: TokenOrder.BYTES, Kind.MXFP4: TokenOrder.SWAPPED}
+    orders = {Kind.FP8: TokenOrder.BYTES, Kind.MXFP4: TokenOrder.EIGHTHS}
     order = orders.get(weight.operand.kind, TokenOrder.INPUTS)
     group = weight.operand.group if weight.operand.sums else 0
     return TokenFormat(jnp.float8_e4m3fn, order, group, tokens, inputs=inputs, beside=group > 0)

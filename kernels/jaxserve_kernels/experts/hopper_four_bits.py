@@ -1,13 +1,13 @@
 """Sums of 4-bit codes for `hopper.py`. Codes become e4m3 in registers, from which the tensor cores
 read.
 
-A plane of codes, one nibble of each word of 64 rows, is a left operand of 32 inputs. No data moves
-between threads.
+No data moves between threads.
 
-- Integers are e4m3 numbers as they are: n * 2^-9. Zero points are subtracted first, as one small
-  product with the tokens' sums, which a first step of the rings brings.
-- MXFP4's codes are looked up in a table for each row and block: e2m1 values times the block's power
-  of two over the row's largest one.
+- Integers are e4m3 numbers as they are: n * 2^-9. A plane of codes, one nibble of each word of 64
+  rows, is a left operand of 32 inputs. Zero points are subtracted first, as one small product with
+  the tokens' sums, which a first step of the rings brings.
+- MXFP4's codes are looked up in a table for each row and block (`e4m3.hopper_mxfp4`): e2m1 values
+  times the block's power of two over the row's largest one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from jaxserve_kernels.experts.hopper_sums import (
     waited,
     weight_rows,
 )
+from jaxserve_kernels.quantized_matmul.e4m3.hopper_mxfp4 import looked_up, of_blocks
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
-from jaxserve_kernels.quantized_matmul.triton_unpack import each, power
+from jaxserve_kernels.quantized_matmul.triton_unpack import power
 
 _INT4 = gl.constexpr(INT4.value)
 _SUMS = gl.constexpr(SUMS)
@@ -71,12 +72,15 @@ def four_bit_sums(
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         tile = stage * PARTS + part
-        words = s_ring.index(tile).load(row)
         if KIND == _INT4:
             before = scale
-            scale = divisor(words)
+            scale = divisor(s_ring.index(tile).load(row))
             main, short = times(main, short, quotient(before, scale))
-        codes = _unpacked(w_ring.index(tile), words, scale, layout, KIND)
+            codes = _integers(w_ring.index(tile), layout)
+        else:
+            codes = looked_up(w_ring.index(tile), of_blocks(s_ring.index(tile)), scale)
+            operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+            codes = gl.convert_layout(codes, operand, assert_trivial=True)
         main, short = _add(codes, x_ring, t_ring, stage, main, short, TAIL)
         main, short = waited(main, short, 0, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
@@ -145,16 +149,11 @@ def _add(codes, x_ring, t_ring, stage, main, short, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(tile, words, scale, mma: gl.constexpr, KIND: gl.constexpr):
-    """Codes of a part's rows as a left operand, [HALF, 128]."""
+def _integers(tile, mma: gl.constexpr):
+    """Codes of a part's rows as a left operand, [OWN, 128]."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     codes = tile.load(operand)
-    if KIND == _INT4:
-        planes = nibble_bytes(codes)
-    else:
-        words = gl.convert_layout(words, gl.SliceLayout(1, operand), assert_trivial=True)
-        largest = gl.convert_layout(scale, gl.SliceLayout(1, operand), assert_trivial=True)
-        planes = _looked_up(codes, words, largest)
+    planes = nibble_bytes(codes)
     both = gl.join(gl.join(planes[0], planes[2]), gl.join(planes[1], planes[3]))
     joined = both.permute((0, 2, 3, 1)).reshape([codes.shape[0], 128])
     joined = joined.to(gl.float8e4nv, bitcast=True)
@@ -200,43 +199,3 @@ def _times_sums(zeros, sums, acc):
     zeros = gl.convert_layout(zeros, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     acc = gl.convert_layout(acc, layout, assert_trivial=True)
     return warpgroup_mma(zeros, sums.permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
-def _looked_up(codes, words, largest):
-    """Four planes of MXFP4's codes as e4m3: e2m1 values times 64 times 2^(exponent - largest).
-
-    A value of the largest block is at most 384. So blocks with up to 2^-11 of its power are exact,
-    and smaller ones count as 2^-12, without their 0.5. Of four words the second and the third
-    change places: see `tokens.Order.SWAPPED`.
-    """
-    shape: gl.constexpr = codes.shape
-    few0, many0 = _table(words, largest, 0)
-    few1, many1 = _table(words, largest, 1)
-    few2, many2 = _table(words, largest, 2)
-    few3, many3 = _table(words, largest, 3)
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, x, s;
-        shl.b32 a, $4, 4; shl.b32 b, $5, 4;
-        lop3.b32 x, $4, b, 0x0f0f0f0f, 0xe4; and.b32 x, x, 0x77777777; prmt.b32 x, x, x, 0x3120;
-        prmt.b32 s, a, b, 0x6240; prmt.b32 $0, $6, $10, x; lop3.b32 $0, s, 0x80808080, $0, 0xea;
-        shr.u32 x, x, 16;
-        prmt.b32 s, a, b, 0x7351; prmt.b32 $2, $22, $26, x; lop3.b32 $2, s, 0x80808080, $2, 0xea;
-        shr.u32 a, $4, 4;
-        lop3.b32 x, a, $5, 0x0f0f0f0f, 0xe4; and.b32 x, x, 0x77777777; prmt.b32 x, x, x, 0x3120;
-        prmt.b32 s, $4, $5, 0x6240; prmt.b32 $1, $14, $18, x; lop3.b32 $1, s, 0x80808080, $1, 0xea;
-        shr.u32 x, x, 16;
-        prmt.b32 s, $4, $5, 0x7351; prmt.b32 $3, $30, $34, x; lop3.b32 $3, s, 0x80808080, $3, 0xea;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r" + ",r" * 32,
-        [codes, each(few0, shape), each(many0, shape), each(few1, shape), each(many1, shape),
-         each(few2, shape), each(many2, shape), each(few3, shape), each(many3, shape)],
-        dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _table(words, largest, block: gl.constexpr):
-    """e2m1 magnitudes times 64 of a block, as e4m3 bytes: 0, 0.5, 1, 1.5 and 2, 3, 4, 6."""
-    down = gl.minimum(largest - ((words >> (8 * block)) & 0xFF).to(gl.int32), 12)
-    return 0x6C686000 - down * 0x08080800, 0x7C787470 - down * 0x08080808

@@ -34,6 +34,7 @@ from jaxserve_kernels.experts.triton_streaming_copies import copy_codes, copy_in
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NO_ZERO
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps, less_bias
+from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
 from jaxserve_kernels.quantized_matmul.triton_rings import (
     groups_of,
     token_rings,
@@ -233,7 +234,7 @@ def _product(
         token = gl.load(order_ptr + place, mask=routed, other=0) // choices
         if SHARED > 0:
             token = gl.where(shared, place - tokens * choices, token)
-    depth = gl.arange(0, 128, gl.SliceLayout(0, x_copy))[None, :]
+    depth = of_planes(gl.arange(0, 128, gl.SliceLayout(0, x_copy)), KIND)[None, :]
     x = x_ptr + (token.to(gl.int64) * columns)[:, None] + depth
     there = (place < end)[:, None]
     for k_step in gl.static_range(ahead):

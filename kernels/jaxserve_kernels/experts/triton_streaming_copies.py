@@ -59,7 +59,7 @@ def copy_inputs(
     tiles: gl.constexpr, columns: gl.constexpr, TOKENS: gl.constexpr, K_TILES: gl.constexpr,
 ):  # fmt: skip
     """Copies the same tiles of the tokens that are `there`; inputs from `columns` on count as 0.
-    `depth`: inputs of a tile."""
+    `depth`: inputs of a tile, in the order of the planes."""
     for part in gl.static_range(K_TILES):
         tile = k_step * K_TILES + part
         if tile < tiles:

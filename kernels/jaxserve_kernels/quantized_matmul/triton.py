@@ -24,14 +24,17 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
     arrays,
     kind,
 )
+from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     MXFP4_POWER,
     e2m1_times,
     e4m3_pair,
+    each,
+    four_apart,
     four_side_by_side,
     int8_pair,
     less_zero,
-    mxfp4_factors,
+    mxfp4_planes,
     nibbles,
     nvfp4_factors,
     side_by_side,
@@ -39,6 +42,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.triton_compat import SPLITS_MOVE
 from jaxserve_kernels.weights import Quantized
 
 
@@ -88,16 +92,28 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
     2^-8 times the weight; row_scale contains the factor 2^8.
     """
     even, odd = nvfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, even, odd)
+    a, b, c, d = e2m1_times(words, each(even, words.shape), each(odd, words.shape))
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * row_scale[:, None]
 
 
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
-    """Adds a tile of MXFP4 to acc. A plane is a block."""
-    even, odd = mxfp4_factors(tl.load(scale_ptr))
-    a, b, c, d = e2m1_times(words, even, odd)
+    """Adds a tile of MXFP4 to acc. Eight words are a block."""
+    if SPLITS_MOVE:
+        factors = _mxfp4_factors(scale_ptr, words.shape)
+        a, b, c, d = e2m1_times(words, factors, factors)
+    else:
+        a, b, c, d = mxfp4_planes(four_apart(words), tl.load(scale_ptr))
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
+
+
+@triton.jit
+def _mxfp4_factors(scale_ptr, shape: tl.constexpr):
+    """A factor for each word, in both halves: see `triton_unpack.mxfp4_factors`."""
+    bytes_ptr = scale_ptr.to(tl.pointer_type(tl.uint8))
+    exponents = tl.load(bytes_ptr[:, None] + tl.arange(0, 4)[None, :])
+    factors = exponents.to(tl.int32) * 0x00800080 + 0x1F001F00
+    return tl.reshape(tl.broadcast_to(factors[:, :, None], (shape[0], 4, 8)), shape)
 
 
 @triton.jit
@@ -138,7 +154,7 @@ def accumulate(
     words = packed_ptr + (tile * tiles + first) * (64 * width) + inner * width
     words = words[:, None] + tl.arange(0, width)[None, :]
     span: tl.constexpr = GROUP if KIND == INT4 else depth  # inputs of one product
-    depths = first * depth + tl.arange(0, span)[:, None]
+    depths = first * depth + of_planes(tl.arange(0, span), KIND)[:, None]
     x = x_ptr + token.to(tl.int64)[None, :] * columns + depths
     present = token[None, :] < tokens  # the others are not read
     at = (tile * tiles + first) * (64 * groups) + inner

@@ -23,9 +23,11 @@ from jaxserve_kernels.quantized_matmul.triton_arguments import (
 from jaxserve_kernels.quantized_matmul.triton_unpack import (
     e2m1_times,
     e4m3_pair,
+    each,
+    four_apart,
     int8_pair,
     less_zero,
-    mxfp4_factors,
+    mxfp4_planes,
     nibbles,
     nibbles_and_biased,
     nvfp4_factors,
@@ -54,16 +56,30 @@ def _planes(words, scales, KIND: gl.constexpr, BIASED: gl.constexpr):
         planes = nibbles(words)
     elif KIND == _NVFP4:  # 2^-8 times the weight
         even, odd = nvfp4_factors(scales)
-        planes = e2m1_times(words, even, odd)
+        planes = e2m1_times(words, each(even, words.shape), each(odd, words.shape))
     elif KIND == _MXFP4:  # relative to MXFP4_POWER
-        even, odd = mxfp4_factors(scales)
-        planes = e2m1_times(words, even, odd)
+        planes = _mxfp4_planes(words, scales)
     elif KIND == _INT8:
         planes = int8_pair(words)
     else:
         gl.static_assert(KIND == _FP8)
         planes = e4m3_pair(words)
     return planes
+
+
+@gluon.jit
+def _mxfp4_planes(words, scales):
+    left: gl.constexpr = words.type.layout
+    parts = four_apart(words)
+    of_rows: gl.constexpr = gl.SliceLayout(1, parts[0].type.layout)
+    scales = gl.convert_layout(scales, of_rows, assert_trivial=True)
+    a, b, c, d = mxfp4_planes(parts, scales)
+    return (
+        gl.convert_layout(a, left, assert_trivial=True),
+        gl.convert_layout(b, left, assert_trivial=True),
+        gl.convert_layout(c, left, assert_trivial=True),
+        gl.convert_layout(d, left, assert_trivial=True),
+    )
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4
 from jaxserve_kernels.quantized_matmul.triton_int8_k_step import add_int8_k_steps
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
 from jaxserve_kernels.quantized_matmul.triton_results import rows_of
 
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
@@ -118,7 +119,7 @@ def weight_source(
 @gluon.jit
 def token_source(
     x_ptr, factor_ptr, sum_ptr, first,
-    tokens: gl.constexpr, k: gl.constexpr, columns: gl.constexpr,
+    tokens: gl.constexpr, k: gl.constexpr, columns: gl.constexpr, KIND: gl.constexpr,
     TOKENS: gl.constexpr, K_TILES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Pointers to tokens, and to the scales and sums of int8 ones, from tile `first` on: see
@@ -128,7 +129,7 @@ def token_source(
     threads: gl.constexpr = [wide // 4, 128 // wide]
     copy: gl.constexpr = gl.BlockedLayout([1, wide], threads, [WARPS, 1], [1, 0])
     lane = gl.arange(0, K_TILES * TOKENS, gl.SliceLayout(1, copy))[:, None]
-    depth = gl.arange(0, 128, gl.SliceLayout(0, copy))[None, :]
+    depth = of_planes(gl.arange(0, 128, gl.SliceLayout(0, copy)), KIND)[None, :]
     x = x_ptr + lane % TOKENS * columns + (first + lane // TOKENS) * 128 + depth
     depth = (first + lane // TOKENS) * 128 + depth
     tile_of_x = gl.where(lane % TOKENS < tokens, lane // TOKENS, tiles)

@@ -92,7 +92,7 @@ def accumulate(
         packed_ptr, scale_ptr, second_ptr, program, first, n, k, GATED, KIND, GROUP, ROWS, K_TILES
     )  # fmt: skip
     own = token_source(
-        x_ptr, factor_ptr, sum_ptr, first, tokens, k, columns, TOKENS, K_TILES, ROWS // 16
+        x_ptr, factor_ptr, sum_ptr, first, tokens, k, columns, KIND, TOKENS, K_TILES, ROWS // 16
     )  # fmt: skip
     for k_step in gl.static_range(ahead):
         if k_step * K_TILES < steps:

@@ -102,7 +102,8 @@ def nvfp4_factors(words):
 
 @triton.jit
 def e2m1_times(words, even, odd):
-    """Converts 16-bit words to four bfloat16 vectors: e2m1 values times 2^-126 times a factor each.
+    """Converts 16-bit words to four bfloat16 vectors: e2m1 values times 2^-126 times factors, one
+    for each plane and each two words.
 
     `even` has the factors of planes 0 and 2 as halves of a word, `odd` those of planes 1 and 3. A
     product takes either half for both of its numbers, without a further instruction.
@@ -110,7 +111,6 @@ def e2m1_times(words, even, odd):
     A nibble's sign, exponent and mantissa move to bfloat16's places. One integer product copies the
     nibble to both places, and a mask keeps the right bits. The result is the value times 2^-126.
     """
-    shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
         """{ .reg .b32 a, f, high, zero; .reg .b16 e, g, o, p; mov.b32 zero, 0x80008000;
         mov.b32 {e, g}, $5; mov.b32 {o, p}, $7; shr.u32 high, $4, 8;
@@ -122,8 +122,40 @@ def e2m1_times(words, even, odd):
         mov.b32 f, {g, g}; fma.rn.bf16x2 $2, a, f, zero;
         and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
         mov.b32 f, {p, p}; fma.rn.bf16x2 $3, a, f, zero; }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, each(even, shape), each(odd, shape)],
+        "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, even, odd],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def e2m1_of_blocks(first, second, factors):
+    """`e2m1_times` of words [rows, n] of two blocks, each with one factor for all planes: the low
+    halves of `factors` [rows] for the first, the high halves for the second. Returns four planes of
+    the first, then of the second."""
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, f, high, zero; .reg .b16 e, g; mov.b32 zero, 0x80008000;
+        mov.b32 {e, g}, $10; mov.b32 f, {e, e}; shr.u32 high, $8, 8;
+        and.b32 a, $8, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $0, a, f, zero;
+        and.b32 a, $8, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $1, a, f, zero;
+        and.b32 a, high, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $2, a, f, zero;
+        and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $3, a, f, zero;
+        mov.b32 f, {g, g}; shr.u32 high, $9, 8;
+        and.b32 a, $9, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $4, a, f, zero;
+        and.b32 a, $9, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $5, a, f, zero;
+        and.b32 a, high, 0x000f000f; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $6, a, f, zero;
+        and.b32 a, high, 0x00f000f0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81c081c0;
+        fma.rn.bf16x2 $7, a, f, zero; }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [first, second, each(factors, first.shape)],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+               tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -174,6 +206,16 @@ def four_side_by_side(a, b, c, d):
     """Joins four [rows, n] to [rows, 4 n], like `side_by_side`."""
     four = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     return tl.reshape(four, (a.shape[0], 4 * a.shape[1]))
+
+
+@triton.jit
+def four_apart(values):
+    """The inverse of `four_side_by_side`."""
+    shape: tl.constexpr = (values.shape[0], 2, 2, values.shape[1] // 4)
+    first, second = tl.split(tl.permute(tl.reshape(values, shape), (0, 3, 2, 1)))
+    a, b = tl.split(first)
+    c, d = tl.split(second)
+    return a, b, c, d
 
 
 @triton.jit
@@ -233,4 +275,21 @@ def mxfp4_factors(words):
         mul.lo.u32 a, a, 128; mul.lo.u32 b, b, 128;
         add.u32 $0, a, 0x1f001f00; add.u32 $1, b, 0x1f001f00; }""",
         "=&r,=&r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def mxfp4_planes(words, scales):
+    """Converts MXFP4's words [rows, 32], `four_apart`, to four bfloat16 planes, divided by
+    `MXFP4_POWER`. `scales`: a word of exponents for each row.
+
+    A register has words of one block. So a thread needs as many instructions as if a plane were a
+    block.
+    """
+    even, odd = mxfp4_factors(scales)
+    x = e2m1_of_blocks(words[0], words[2], even)
+    y = e2m1_of_blocks(words[1], words[3], odd)
+    return (
+        four_side_by_side(x[0], y[0], x[4], y[4]), four_side_by_side(x[1], y[1], x[5], y[5]),
+        four_side_by_side(x[2], y[2], x[6], y[6]), four_side_by_side(x[3], y[3], x[7], y[7]),
     )  # fmt: skip

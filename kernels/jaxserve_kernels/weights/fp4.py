@@ -68,7 +68,7 @@ class Nvfp4Weight(_Nvfp4Arrays, Quantized):
 
 
 class _Mxfp4Arrays(NamedTuple):
-    packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_nibbles
+    packed: Array  # uint16 [out / 64, in / 128, 64, 32], see layout.pack_blocks
     scale: Array  # uint32 [out / 64, in / 128, 64]: four exponents (E8M0) from the low byte up
     largest: Array  # uint8 [out / 64, 1, 64]: the largest exponent of the blocks in each row
 
@@ -101,7 +101,7 @@ class Mxfp4Weight(_Mxfp4Arrays, Quantized):
         exponent = _bytes_of(layout.untile_rows(self.scale)).astype(jnp.int32)
         power = jnp.ldexp(jnp.float32(1.0), exponent - 127)
         power = jnp.where(exponent == 255, jnp.nan, power)
-        values = e2m1_values(layout.unpack_nibbles(self.packed))
+        values = e2m1_values(layout.unpack_blocks(self.packed))
         return values * jnp.repeat(power, _MXFP4_BLOCK, axis=-1)
 
     @property
@@ -148,7 +148,7 @@ def pack_mxfp4(codes: Array, exponents: Array) -> Mxfp4Weight:
     """Makes a weight from codes [..., out, in] and uint8 exponents [..., out, in / 32]."""
     largest = jnp.max(exponents, axis=-1, keepdims=True).astype(jnp.uint8)
     words = layout.tile_rows(_words_of(exponents))
-    return Mxfp4Weight(layout.pack_nibbles(codes), words, layout.tile_rows(largest))
+    return Mxfp4Weight(layout.pack_blocks(codes), words, layout.tile_rows(largest))
 
 
 def quantize_nvfp4(weight: Array) -> Nvfp4Weight:

@@ -4,9 +4,12 @@ A weight [out, in] is cut into contiguous tiles of 64 outputs by 128 inputs. A t
 planes of 16-bit words: one load and a few bitwise instructions give whole vectors of consecutive
 inputs, without shuffles:
 
-- 4-bit codes: word (n, j), j < 32, holds inputs j, 32 + j, 64 + j and 96 + j of row n, from the
-  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes. In formats with blocks of
-  16, a tile has 64 inputs, and a plane of 16 inputs is one block.
+- 4-bit integers: word (n, j), j < 32, holds inputs j, 32 + j, 64 + j and 96 + j of row n, from the
+  low bits up. A group of 32, 64 or 128 inputs is one, two or four planes. NVFP4 has tiles of 64
+  inputs, and a plane of 16 inputs is one block.
+- MXFP4: word (n, 8 i + u), i < 4, u < 8, holds inputs 32 i + u, 32 i + 8 + u, 32 i + 16 + u and
+  32 i + 24 + u. So eight words, 16 contiguous bytes, are a block of 32 inputs: a thread that loads
+  them needs one scale. A plane has eight inputs of each block (`swap_eights`).
 - 8-bit codes: word (n, j), j < 64, holds inputs j (low byte) and 64 + j.
 
 Scales and zero points of rows and groups are [out / 64, groups, 64]. All functions accept any
@@ -31,6 +34,25 @@ def pack_nibbles(codes: Array, depth: int = TILE_IN) -> Array:
 def unpack_nibbles(packed: Array) -> Array:
     """The inverse: uint8 [..., out, in]."""
     return _unpack(packed, bits=4)
+
+
+def pack_blocks(codes: Array) -> Array:
+    """Packs integers 0..15 [..., out, in] into uint16 [..., out / 64, in / 128, 64, 32], eight
+    words for each 32 inputs."""
+    return pack_nibbles(swap_eights(codes))
+
+
+def unpack_blocks(packed: Array) -> Array:
+    """The inverse: uint8 [..., out, in]."""
+    return swap_eights(unpack_nibbles(packed))
+
+
+def swap_eights(values: Array) -> Array:
+    """Of each 128 values [..., in], the eight at 32 i + 8 j and those at 32 j + 8 i change places.
+    So inputs take the order of MXFP4's planes, and the other way round."""
+    _check_multiple("in", values.shape[-1], TILE_IN)
+    eights = values.reshape(*values.shape[:-1], -1, 4, 4, 8)
+    return jnp.swapaxes(eights, -2, -3).reshape(values.shape)
 
 
 def pack_bytes(codes: Array) -> Array:

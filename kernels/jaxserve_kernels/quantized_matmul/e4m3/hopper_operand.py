@@ -1,8 +1,8 @@
 """Converts 4-bit codes in shared memory to the left operand of Hopper's tensor cores, in e4m3.
 
 No data moves between threads. A register of the operand holds four inputs. Their order is free if
-the tokens have the same order (`tokens.Order`). For floating-point codes, one mask extracts four
-inputs from two words at once.
+the tokens have the same order (`tokens.Order`). For NVFP4, one mask extracts four inputs from two
+words at once. MXFP4's codes are looked up: see `hopper_mxfp4`.
 """
 
 from __future__ import annotations
@@ -11,31 +11,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
-from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NVFP4
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
 
 _INT4 = gl.constexpr(INT4.value)
-_NVFP4 = gl.constexpr(NVFP4.value)
 
 _ROWS = [[1, 0], [2, 0], [4, 0]]
 _WARPS = [[8, 0], [16, 0]]
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 4], [0, 8], *_ROWS], _WARPS, [], [32, 16])
 )
-"""Layout of words of 64 inputs: a thread has four words, four threads have a row."""
-
-_LONG_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16], *_ROWS], _WARPS, [], [32, 32]
-    )
-)
-"""Layout of words of 128 inputs: a thread has eight words."""
+"""Layout of NVFP4's words of 64 inputs: a thread has four words, four threads have a row."""
 
 _PLANES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], *_ROWS], _WARPS, [], [32, 32]
     )
 )
-"""The same words in an order in which a plane of integers matches the left operand's registers."""
+"""Layout of words of 128 inputs in which a plane of integers matches the left operand's
+registers."""
 
 
 @gluon.jit
@@ -46,16 +39,9 @@ def integer_planes(codes, part: gl.constexpr):
 
 
 @gluon.jit
-def half_of_words(codes, part: gl.constexpr, half: gl.constexpr, KIND: gl.constexpr):
-    """Words [32, 16] of half of 128 inputs, for warpgroup `part`'s rows. If 32 words hold all
-    inputs, half 0 is the first four of every eight words, half 1 the other four."""
-    if KIND == _NVFP4:
-        words = codes.slice(half * 64 + part * 32, 32, dim=0).load(WORDS)
-    else:
-        words = codes.slice(part * 32, 32, dim=0).load(_LONG_WORDS)
-        halves = gl.split(words.reshape([32, 4, 2, 4]).permute((0, 1, 3, 2)))
-        words = gl.convert_layout(halves[half].reshape([32, 16]), WORDS, assert_trivial=True)
-    return words
+def half_of_words(codes, part: gl.constexpr, half: gl.constexpr):
+    """NVFP4's words [32, 16] of half of 128 inputs, for warpgroup `part`'s rows."""
+    return codes.slice(half * 64 + part * 32, 32, dim=0).load(WORDS)
 
 
 @gluon.jit
@@ -73,37 +59,12 @@ def of_rows(first, second, layout: gl.constexpr):
 
 
 @gluon.jit
-def block_factors(scales, largest, KIND: gl.constexpr):
-    """Factors of a row's four blocks: those of the first and third, and those of the others."""
-    if KIND == _NVFP4:
-        factors = _nvfp4_factors(scales)
-    else:
-        factors = _mxfp4_factors(scales, (16 - largest) * 0x10000 + ((16 - largest) & 0xFFFF))
-    return factors
-
-
-@gluon.jit
-def _nvfp4_factors(scales):
+def nvfp4_factors(scales):
     """Four e4m3 scales without sign, times 2^-8, as float16: first and third, then the others."""
     return gl.inline_asm_elementwise(
         """{ .reg .b32 a; and.b32 a, $2, 0x007f007f; shl.b32 $0, a, 7;
         shr.u32 a, $2, 1; and.b32 $1, a, 0x3f803f80; }""",
         "=&r,=&r,r", [scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _mxfp4_factors(scales, least):
-    """Twice each block's power of two divided by the largest block's; 0 if too small for float16.
-
-    least: 16 minus the largest exponent, in both halves of a word.
-    """
-    return gl.inline_asm_elementwise(
-        """{ .reg .b32 a, none; mov.b32 none, 0;
-        and.b32 a, $2, 0x00ff00ff; add.s16x2 a, a, $3; max.s16x2 a, a, none; shl.b32 $0, a, 10;
-        shr.u32 a, $2, 8; and.b32 a, a, 0x00ff00ff;
-        add.s16x2 a, a, $3; max.s16x2 a, a, none; shl.b32 $1, a, 10; }""",
-        "=&r,=&r,r,r", [scales, least], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -154,6 +115,13 @@ def operand(first, second, parts: gl.constexpr, layout: gl.constexpr, KIND: gl.c
         both = both.reshape([4, 8, words // 4, 4, parts, 2]).permute((0, 5, 1, 4, 2, 3))
     both = both.reshape([64, parts * words]).to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
+def of_both(first, second, layout: gl.constexpr):
+    """`operand` of MXFP4's codes that are `hopper_mxfp4.looked_up`, [32, 128] of each half."""
+    both = gl.join(first, second).reshape([4, 8, 128, 2]).permute((0, 3, 1, 2))
+    return gl.convert_layout(both.reshape([64, 128]), layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -12,11 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxserve_kernels.quantized_matmul.e4m3.hopper_mxfp4 import looked_up, of_blocks
 from jaxserve_kernels.quantized_matmul.e4m3.hopper_operand import (
-    block_factors,
     e2m1_times,
     half_of_words,
     integer_planes,
+    nvfp4_factors,
+    of_both,
     of_rows,
     operand,
     scales_of,
@@ -78,22 +80,37 @@ def add_floats(
     for _ in range(steps):
         stage = at % STAGES
         mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
-        a_words, b_words = a_ring.index(stage), b_ring.index(stage)
-        a_factors = block_factors(scales_of(a_scales, stage, 0, part), a_largest, KIND)
-        b_factors = block_factors(scales_of(b_scales, stage, 0, part), b_largest, KIND)
-        a = e2m1_times(half_of_words(a_words, part, 0, KIND), a_factors[0], a_factors[1])
-        b = e2m1_times(half_of_words(b_words, part, 0, KIND), b_factors[0], b_factors[1])
-        first = operand(a, b, 4, left, KIND)
+        words = a_ring.index(stage), b_ring.index(stage)
         if KIND == _NVFP4:
-            a_factors = block_factors(scales_of(a_scales, stage, 1, part), a_largest, KIND)
-            b_factors = block_factors(scales_of(b_scales, stage, 1, part), b_largest, KIND)
-        a = e2m1_times(half_of_words(a_words, part, 1, KIND), a_factors[0], a_factors[1])
-        b = e2m1_times(half_of_words(b_words, part, 1, KIND), b_factors[0], b_factors[1])
-        second = operand(a, b, 4, left, KIND)
+            first = _nvfp4(words, a_scales, b_scales, stage, 0, part, left)
+            second = _nvfp4(words, a_scales, b_scales, stage, 1, part, left)
+        else:
+            a = _mxfp4(words[0], a_scales, stage, a_largest, part)
+            b = _mxfp4(words[1], b_scales, stage, b_largest, part)
+            first = of_both(a, b, left)
+            second = first
         acc = _multiply(first, second, x_ring.index(stage), acc)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
     return acc, at
+
+
+@gluon.jit
+def _nvfp4(
+    words, a_scales, b_scales, stage, half: gl.constexpr, part: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """The left operand of half of 128 inputs."""
+    a_factors = nvfp4_factors(scales_of(a_scales, stage, half, part))
+    b_factors = nvfp4_factors(scales_of(b_scales, stage, half, part))
+    a = e2m1_times(half_of_words(words[0], part, half), a_factors[0], a_factors[1])
+    b = e2m1_times(half_of_words(words[1], part, half), b_factors[0], b_factors[1])
+    return operand(a, b, 4, layout, _NVFP4)
+
+
+@gluon.jit
+def _mxfp4(words, scales, stage, largest, part: gl.constexpr):
+    exponents = of_blocks(scales.index(stage)).slice(part * 32, 32, dim=0)
+    return looked_up(words.slice(part * 32, 32, dim=0), exponents, largest)
 
 
 @gluon.jit

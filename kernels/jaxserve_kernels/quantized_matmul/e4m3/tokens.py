@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.weights import Quantized
+from jaxserve_kernels.weights import Kind, Quantized
 
 SUMS = 64
 """Sums that follow a token's codes: they take as many bytes as 128 codes."""
@@ -79,12 +79,12 @@ class Order(IntEnum):
     """The order of weights in bytes, and of 4-bit codes that become int8: byte i is input
     64 * (i % 2) + i // 2."""
     WORDS = 2
-    """The order in which `hopper` extracts e2m1 codes, if 32 words hold 128 inputs."""
-    HALF_WORDS = 3
-    """The order in which `hopper` extracts e2m1 codes, if 16 words hold 64 inputs."""
-    SWAPPED = 4
-    """The order in which experts extract e2m1 codes: the second and third of every four inputs
-    change places."""
+    """The order in which `hopper` extracts NVFP4's codes."""
+    PLANES = 3
+    """The order of MXFP4's planes: see `weights.layout.swap_eights`."""
+    EIGHTHS = 4
+    """The order in which `hopper_mxfp4.looked_up` returns MXFP4's codes: byte i is input
+    8 * (i % 16) + i // 16."""
 
 
 class TokenFormat(NamedTuple):
@@ -113,8 +113,10 @@ def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:
         return TokenFormat(jnp.int8, Order.BYTES, group, tokens, scale_group=operand.group)
     in_bytes = config.beforehand or operand.bits == 8
     order = Order.BYTES if in_bytes else Order.INPUTS
-    if config.method == "hopper" and not in_bytes and not operand.sums:
-        order = Order.WORDS if operand.inputs_per_tile == 128 else Order.HALF_WORDS
+    if operand.kind == Kind.MXFP4 and not in_bytes:
+        order = Order.EIGHTHS if config.method == "hopper" else Order.PLANES
+    elif operand.kind == Kind.NVFP4 and config.method == "hopper" and not in_bytes:
+        order = Order.WORDS
     return TokenFormat(
         dtype=jnp.int8 if operand.tokens_in == "int8" else jnp.float8_e4m3fn,
         order=order,

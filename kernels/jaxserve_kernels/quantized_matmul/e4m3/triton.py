@@ -6,7 +6,8 @@ e4m3's smallest number are all e4m3 numbers; their groups' scales and zeros are 
 Floating-point codes are rounded together with their blocks' scales. With very many tokens the
 conversion would be repeated too often, so `triton_convert.py` does it once, in a separate kernel.
 
-For packed bytes, tokens are stored in the order of the bytes' inputs. Products do not depend on it.
+For packed bytes, tokens are stored in the order of the bytes' inputs, for MXFP4 in that of its
+planes. Products do not depend on it.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ def nvfp4_eighths(words):
 
 @triton.jit
 def e2m1_bytes(words, a, b, c, d):
-    """Converts 16-bit words to four vectors of e4m3 bytes: e2m1 values times a float16 factor each.
+    """Converts 16-bit words to four vectors of e4m3 bytes: e2m1 values times float16 factors, one
+    for each plane and each four words.
 
     Converts four lanes at a time. A nibble without its sign selects a byte from a table: the high
     byte of the magnitude as float16, whose low byte is 0. Signs are added to the rounded bytes.
     """
-    shape: tl.constexpr = words.shape
     return tl.inline_asm_elementwise(
         """{ .reg .b32 few, many, m, h0, h1, h2, h3, low, high, x, y; .reg .b16 p, q;
         mov.b32 few, 0x3e3c3800; mov.b32 many, 0x46444240;
@@ -106,7 +107,7 @@ def e2m1_bytes(words, a, b, c, d):
         cvt.rn.satfinite.e4m3x2.f16x2 p, x; cvt.rn.satfinite.e4m3x2.f16x2 q, y;
         mov.b32 x, {p, q}; lop3.b32 $3, high, 0x80808080, x, 0xea; }""",
         "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [words, each(a, shape), each(b, shape), each(c, shape), each(d, shape)],
+        [words, a, b, c, d],
         dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4,
     )  # fmt: skip
 
@@ -171,32 +172,29 @@ def _nvfp4_tile(acc, words, x, scale_ptr):
     """Adds a tile. A plane is a block. Its values are divided by 8 to fit e4m3; `_accumulate`
     multiplies the sums by 8."""
     a, b, c, d = nvfp4_eighths(tl.load(scale_ptr))
-    a, b, c, d = e2m1_bytes(words, a, b, c, d)
+    shape: tl.constexpr = words.shape
+    a, b, c, d = e2m1_bytes(words, each(a, shape), each(b, shape), each(c, shape), each(d, shape))
     return tl.dot(_side_by_side(a, b, c, d), tl.load(x), acc)
 
 
 @triton.jit
-def mxfp4_half_factor(words, largest, block: tl.constexpr):
-    """64 times the block's power of two divided by the largest one, as float16 in both halves of a
-    word; 0 if too small for float16."""
-    exponent = ((words >> (8 * block)) & 0xFF).to(tl.int32)
-    return tl.maximum(exponent - largest + (15 + 6), 0) * 0x04000400
-
-
-@triton.jit
 def _mxfp4_tile(acc, words, x, scale_ptr):
-    """Adds a tile. A plane is a block. The sums are multiplied by the largest block's power of two,
-    and codes by the other blocks' powers relative to it. That is exact in e4m3 if the powers are
-    within 2 ** 14 of each other."""
-    scales = tl.load(scale_ptr)
-    largest = largest_exponent(scales)
-    a, b, c, d = e2m1_bytes(
-        words,
-        mxfp4_half_factor(scales, largest, 0),
-        mxfp4_half_factor(scales, largest, 1),
-        mxfp4_half_factor(scales, largest, 2),
-        mxfp4_half_factor(scales, largest, 3),
-    )
+    """Adds a tile. Eight words are a block. The sums are multiplied by the largest block's power of
+    two, and codes by the other blocks' powers relative to it. That is exact in e4m3 if the powers
+    are within 2 ** 14 of each other.
+
+    Exponents are loaded once more, one by one: the compiler can load them in any layout, but it
+    would not compute which block a word is of in the operand's layout.
+    """
+    rows: tl.constexpr = words.shape[0]
+    largest = largest_exponent(tl.load(scale_ptr))
+    bytes_ptr = scale_ptr.to(tl.pointer_type(tl.uint8))
+    exponents = tl.load(bytes_ptr[:, None] + tl.arange(0, 4)[None, :])
+    # 64 times the powers relative to the largest one, as float16 in both halves of words; 0 if too
+    # small for float16.
+    factors = tl.maximum(exponents.to(tl.int32) - largest[:, None] + (15 + 6), 0) * 0x04000400
+    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], (rows, 4, 8)), words.shape)
+    a, b, c, d = e2m1_bytes(words, factors, factors, factors, factors)
     part = tl.dot(_side_by_side(a, b, c, d), tl.load(x))
     return acc + part * power(tl.maximum(largest - 6, 0))[:, None]
 

@@ -52,11 +52,16 @@ def _nvfp4_plane(words, scales, plane: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4_plane(words, scales, largest, plane: tl.constexpr):
-    """`largest`: each row's largest exponent. It is mapped to 6, so magnitudes are at most
-    6 * 2 ** 6."""
-    exponent = tl.maximum(((scales >> (8 * plane)) & 0xFF) - largest + (127 + 6), 0)
-    return _e2m1(words.to(tl.int32) >> (4 * plane)) * power(exponent)[:, None]
+def _mxfp4_plane(words, factors, plane: tl.constexpr):
+    return _e2m1(words.to(tl.int32) >> (4 * plane)) * factors
+
+
+@triton.jit
+def _mxfp4_factors(scales, largest, block):
+    """Powers of two of a row's blocks. `largest`: each row's largest exponent. It is mapped to 6,
+    so magnitudes are at most 6 * 2 ** 6."""
+    exponent = (scales[:, None] >> (8 * block)) & 0xFF
+    return power(tl.maximum(exponent - largest[:, None] + (127 + 6), 0))
 
 
 @triton.jit
@@ -80,20 +85,26 @@ def _to_e4m3(
             low = _nvfp4_plane(low_words, low_scales, plane)
             high = _nvfp4_plane(high_words, high_scales, plane)
             tl.store(out + 16 * plane + lane, _words_of(low, high))
-    else:
+    elif KIND == INT4:
         lane = tl.arange(0, 32)[None, :]
         words = tl.load(packed_ptr + (at + row)[:, None] * 32 + lane)
+        scale = scale_ptr + at * (128 // GROUP) + row
+        zero = zero_ptr + at * (128 // GROUP) + row
         for plane in tl.static_range(2):
-            if KIND == INT4:
-                scale = scale_ptr + at * (128 // GROUP) + row
-                zero = zero_ptr + at * (128 // GROUP) + row
-                low = _int4_plane(words, scale, zero, factor, GROUP, ZERO, plane)
-                high = _int4_plane(words, scale, zero, factor, GROUP, ZERO, plane + 2)
-            else:
-                scales = tl.load(scale_ptr + at + row).to(tl.int32)
-                low = _mxfp4_plane(words, scales, factor, plane)
-                high = _mxfp4_plane(words, scales, factor, plane + 2)
+            low = _int4_plane(words, scale, zero, factor, GROUP, ZERO, plane)
+            high = _int4_plane(words, scale, zero, factor, GROUP, ZERO, plane + 2)
             tl.store(out + 32 * plane + lane, _words_of(low, high))
+    else:  # words of two blocks are the low bytes, those of the others the high bytes
+        lane = tl.arange(0, 16)[None, :]
+        words = packed_ptr + (at + row)[:, None] * 32 + lane
+        low_words, high_words = tl.load(words), tl.load(words + 16)
+        scales = tl.load(scale_ptr + at + row).to(tl.int32)
+        low_factors = _mxfp4_factors(scales, factor, lane // 8)
+        high_factors = _mxfp4_factors(scales, factor, lane // 8 + 2)
+        for plane in tl.static_range(4):
+            low = _mxfp4_plane(low_words, low_factors, plane)
+            high = _mxfp4_plane(high_words, high_factors, plane)
+            tl.store(out + lane // 8 * 32 + 8 * plane + lane % 8, _words_of(low, high))
 
 
 def to_fp8(weight: Quantized, *, target: Target) -> Fp8Weight:

@@ -16,13 +16,16 @@ from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
     QuantizedTokens,
     TokenFormat,
 )
+from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.weights import Kind
 
 _BYTES = tl.constexpr(Order.BYTES.value)
 _WORDS = tl.constexpr(Order.WORDS.value)
-_HALF_WORDS = tl.constexpr(Order.HALF_WORDS.value)
-_SWAPPED = tl.constexpr(Order.SWAPPED.value)
+_PLANES = tl.constexpr(Order.PLANES.value)
+_EIGHTHS = tl.constexpr(Order.EIGHTHS.value)
+_MXFP4 = tl.constexpr(Kind.MXFP4.value)
 _SUMS = tl.constexpr(SUMS)
 
 _PIECE = 2048
@@ -109,13 +112,12 @@ def _store_pairs(codes, codes_ptr, k: tl.constexpr):
 def _place(index, ORDER: tl.constexpr):
     """The place of an input within its 128 inputs."""
     if ORDER == _WORDS:
-        word, nibble = index % 32, index // 32
-        index = _in_registers(word % 4, nibble) + 64 * (word // 4 % 2) + 4 * (word // 8)
-    elif ORDER == _HALF_WORDS:
         word, nibble = index % 16, index // 16 % 4
         index = _in_registers(word % 4, nibble) + 64 * (index // 64) + 4 * (word // 4)
-    elif ORDER == _SWAPPED:
-        index = index // 4 * 4 + index % 2 * 2 + index // 2 % 2
+    elif ORDER == _PLANES:
+        index = of_planes(index, _MXFP4)
+    elif ORDER == _EIGHTHS:
+        index = index % 8 * 16 + index // 8
     return index
 
 
