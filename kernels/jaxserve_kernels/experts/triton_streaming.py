@@ -4,6 +4,8 @@ The layout of the work is that of `triton.py`: a program takes some weight rows 
 block of its (token, choice) pairs, in expert order. With up to 16 tokens a warp multiplies its own
 rows (`quantized_matmul.triton_k_step`) with the tensor cores' smallest products, which need neither
 descriptors nor waits. So a thread executes fewer instructions for each code than in `triton.py`.
+Gate and up of 4-bit integers may read int8 tokens (`quantized_matmul.triton_int8_k_step`), which
+the norm writes. The hidden activations stay in bfloat16.
 
 With PDL, gate and up let the next kernel start only after their own wait. So the lists are complete
 when down starts, which finds its expert and fills its ring with codes before it waits.
@@ -40,6 +42,7 @@ from jaxserve_kernels.experts.triton_streaming_copies import (
     weight_source,
 )
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, int8_form, plain
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, less_bias
 from jaxserve_kernels.quantized_matmul.triton_results import scaled
 from jaxserve_kernels.quantized_matmul.triton_rings import (
@@ -104,9 +107,9 @@ def _finish(
 
 @gluon.jit
 def _product(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr, shared_scale_ptr,
-    shared_second_ptr, bias_ptr, early_ends_ptr, order_ptr, weights_ptr, scores_ptr, tokens,
-    out_ptr,
+    x_ptr, factor_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr,
+    shared_scale_ptr, shared_second_ptr, bias_ptr, early_ends_ptr, order_ptr, weights_ptr,
+    scores_ptr, tokens, out_ptr,
     experts: gl.constexpr, choices: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     columns: gl.constexpr, scored: gl.constexpr, parts: gl.constexpr,
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
@@ -116,7 +119,8 @@ def _product(
     SHARED: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """Gated: activation(gate) * up of each pair in expert order, [pairs, n], from x [tokens,
-    columns]. Down: x are those, and the result is [choices, tokens, n].
+    columns]. Down: x are those, and the result is [choices, tokens, n]. Tokens may be int8, with
+    scales and, for zero points, sums [tiles, tokens].
 
     With a shared expert both have another row for each token. The weight has k inputs, tokens the
     first `columns` of them. SHARED: blocks of tokens of the shared expert; 0: there is none.
@@ -160,14 +164,15 @@ def _product(
     if EARLY and GATED == DOWN:
         gdc_wait()
     own = token_source(
-        x_ptr, order_ptr, begin, end, shared, tokens, choices, columns, GATED, SHARED, TOKENS, WARPS
+        (x_ptr, factor_ptr, sum_ptr), order_ptr, begin, end, shared, tokens, choices, columns,
+        GATED, SHARED, TOKENS, WARPS,
     )  # fmt: skip
     for k_step in gl.static_range(ahead):
-        copy_tokens(x_rings, own, k_step, k_step, tiles, columns, TOKENS, K_TILES)
+        copy_tokens(x_rings, own, k_step, k_step, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
         async_copy.commit_group()
 
-    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP
-    bias = less_bias(ROWS, mma)
+    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP and dtype != gl.int8
+    bias = less_bias(ROWS, mma) if biased else 0
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     slot = 0
     # Not unrolled: the grid has no third dimension.
@@ -176,7 +181,7 @@ def _product(
         free = gl.where(slot == 0, ahead, slot - 1)
         later = k_step + ahead
         copy_codes(rings, weight, free, later, tiles, KIND, GROUP, ZERO, ROWS, K_TILES)
-        copy_tokens(x_rings, own, free, later, tiles, columns, TOKENS, K_TILES)
+        copy_tokens(x_rings, own, free, later, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
         async_copy.commit_group()
         acc = add_tiles(
             acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO, bias, biased
@@ -196,7 +201,7 @@ def _product(
 
 
 def experts(
-    x: Array,
+    x: Array | BothForms,
     ids: Array,
     weights: Array,
     w: ExpertWeights,
@@ -209,7 +214,7 @@ def experts(
     target: Target,
 ) -> Array:
     """See `reference.experts`. There are at least 2 tokens, and `config` is from
-    `config.choose_streaming`.
+    `config.choose_streaming` for the same x.
 
     Args:
       shared: weights of a shared expert, of the same format and shape as those of each expert.
@@ -227,17 +232,17 @@ def experts(
         "scored": scores.shape[2], "parts": scores.shape[0],
     }  # fmt: skip
     hidden = triton_call(
-        x, *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
+        *_read(x), *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
         kernel=_product,
         name=f"experts_gate_up_streaming_{type(w.gate_up).__name__}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size + more * tokens, w.width), x.dtype),
         GATED=OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, more, target),
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, plain(x), w.width, more, target),
         **constants,
     )  # fmt: skip
     return triton_call(
-        hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
+        hidden, hidden, hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
         kernel=_product,
         name=f"experts_down_streaming_{type(w.down).__name__}",
         target=target,
@@ -246,6 +251,12 @@ def experts(
         **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, more, target),
         **constants,
     )  # fmt: skip
+
+
+def _read(x: Array | BothForms) -> tuple[Array, Array, Array]:
+    """Tokens as kernel arguments: in int8, their scales and sums; or plain ones three times."""
+    found = int8_form(x)
+    return (plain(x),) * 3 if found is None else (found.codes, found.scale, found.sums)
 
 
 def _launch(

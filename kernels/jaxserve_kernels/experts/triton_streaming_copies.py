@@ -95,32 +95,51 @@ def copy_codes(
 
 @gluon.jit
 def token_source(
-    x_ptr, order_ptr, begin, end, shared, tokens, choices: gl.constexpr, columns: gl.constexpr,
+    x, order_ptr, begin, end, shared, tokens, choices: gl.constexpr, columns: gl.constexpr,
     GATED: gl.constexpr, SHARED: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the program's tokens: see `copy_tokens`."""
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    """Pointers to the program's tokens, and to the scales and sums of int8 ones: see
+    `copy_tokens`."""
+    x_ptr, factor_ptr, sum_ptr = x
+    wide: gl.constexpr = 16 if x_ptr.dtype.element_ty == gl.int8 else 8  # 16 bytes
+    copy: gl.constexpr = gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [WARPS, 1], [1, 0])
     token, there = token_of(
         order_ptr, begin, end, shared, tokens, choices, GATED, SHARED, TOKENS,
         gl.SliceLayout(1, copy),
     )  # fmt: skip
     depth = gl.arange(0, 128, gl.SliceLayout(0, copy))[None, :]
     x = x_ptr + (token.to(gl.int64) * columns)[:, None] + depth
-    return x, depth, there[:, None]
+    one = 0
+    has_factor = False
+    if x_ptr.dtype.element_ty == gl.int8:
+        one, has_factor = token_of(
+            order_ptr, begin, end, shared, tokens, choices, GATED, SHARED, TOKENS,
+            gl.BlockedLayout([1], [32], [WARPS], [0]),
+        )  # fmt: skip
+    return x, depth, there[:, None], factor_ptr + one, sum_ptr + one, has_factor
 
 
 @gluon.jit
 def copy_tokens(
-    rings, source, slot, k_step, tiles: gl.constexpr, columns: gl.constexpr,
-    TOKENS: gl.constexpr, K_TILES: gl.constexpr,
+    rings, source, slot, k_step, tokens, tiles: gl.constexpr, columns: gl.constexpr,
+    ZERO: gl.constexpr, TOKENS: gl.constexpr, K_TILES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the same tiles of the tokens that are there. Inputs from `columns` on count as 0."""
-    x, depth, there = source
+    """Copies the same tiles of the tokens that are there, and the scales and sums of int8 ones.
+    Inputs from `columns` on count as 0."""
+    x_ring, factor_ring, sum_ring = rings
+    x, depth, there, factors, sums, has_factor = source
+    gl.static_assert(x_ring.dtype != gl.int8 or columns == tiles * 128)
     for part in gl.static_range(K_TILES):
         tile = k_step * K_TILES + part
         if tile < tiles:
-            place = rings[0].index(slot).slice(part * TOKENS, TOKENS)
+            place = x_ring.index(slot).slice(part * TOKENS, TOKENS)
             mask, _ = gl.broadcast(there, x)
             if columns < tiles * 128:
                 mask = mask & (depth < columns - tile * 128)
             async_copy.async_load(place, x + tile * 128, mask=mask)
+            if x_ring.dtype == gl.int8:
+                place = factor_ring.index(slot).slice(part * TOKENS, TOKENS)
+                async_copy.async_load(place, factors + tile * tokens, mask=has_factor)
+                if ZERO != _NO_ZERO:
+                    place = sum_ring.index(slot).slice(part * TOKENS, TOKENS)
+                    async_copy.async_load(place, sums + tile * tokens, mask=has_factor)
