@@ -278,7 +278,7 @@ def _streaming_launch(
     prefetched."""
     assert weight.operand is not None
     kind, experts = weight.operand.kind, shape[0]
-    known = f"{STREAMING}{'int8_' if int8 else ''}{name}", kind.name.lower(), *shape
+    known = f"{STREAMING_INT8 if int8 else STREAMING}{name}", kind.name.lower(), *shape
     tuned = tables.launch("experts", known, ids.shape[0], target=target)
     if tuned is not None:
         return Launch(**tuned)
@@ -295,8 +295,10 @@ def _streaming_launch(
 
 
 STREAMING = "streaming_"
-"""Begins the names of products of `triton_streaming` in tables of launches. With int8 tokens gate
-and up are `streaming_int8_gate_up`."""
+"""Begins the names of products of `triton_streaming` in tables of launches."""
+
+STREAMING_INT8 = "streaming_int8_"
+"""The same with int8 tokens, for gate and up."""
 
 STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48, Kind.FP8: 8}
 """Formats of `triton_streaming`, and their most tokens for each expert. With more, the sums of
