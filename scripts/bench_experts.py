@@ -52,16 +52,22 @@ from turns import turn
 from working_tree import commit
 
 from jaxserve_kernels import pdl
-from jaxserve_kernels.experts import ExpertWeights
-from jaxserve_kernels.experts.config import STREAMED, STREAMING, Launch
+from jaxserve_kernels.experts import ExpertWeights, token_format
+from jaxserve_kernels.experts.config import (
+    STREAMED,
+    STREAMED_INT8,
+    STREAMING,
+    STREAMING_INT8,
+    Launch,
+)
 from jaxserve_kernels.target import Target
 
 MANY = 512
 """From this many rows on, products are bound by compute: no chain, and no dense comparison."""
 
-MOST_ERROR, MOST_ERROR_E4M3 = 1e-2, 6e-2
-"""Of a layer's result, relative to the definition: hidden and parts are rounded to bfloat16, and
-many tokens of quantised weights to e4m3."""
+MOST_ERROR, MOST_ERROR_INT8, MOST_ERROR_E4M3 = 1e-2, 2e-2, 6e-2
+"""Of a layer's result, relative to the definition: hidden and parts are rounded to bfloat16, tokens
+of int4 weights sometimes to int8, and many tokens of quantised weights to e4m3."""
 
 TRIES = {
     8: [(64, 4, 4, 16, 0), (128, 4, 4, 16, 0), (128, 4, 4, 8, 4), (64, 2, 4, 8, 4)],
@@ -184,12 +190,13 @@ def candidates(case: Case) -> Iterator[Case]:
     sizes = MODELS[case.model]
     each = case.rows * sizes.top_k / sizes.experts
     most_streamed = {kind.name.lower(): most for kind, most in STREAMED.items()}
+    most_streamed["int4"] = STREAMED_INT8
     streams = 1 < case.rows < MANY and each <= most_streamed.get(case.kind, 0)
     if streams and target.uses_triton() and target.runs_hopper_kernels():
         tries = next(tries for most, tries in STREAMING_TRIES.items() if each <= most)
         for tokens, depth, stages in tries:
             one = Launch(rows=128, tokens=tokens, depth=depth, num_stages=stages)
-            names = (f"{STREAMING}gate_up", f"{STREAMING}down")
+            names = (f"{STREAMING}gate_up", f"{STREAMING_INT8}gate_up", f"{STREAMING}down")
             yield case._replace(tuned=tuple((name, one) for name in names))
         return
     for rows, warps, stages, tokens, ahead in next(
@@ -240,7 +247,9 @@ def is_right(case: Case, built: Built, sizes: Model, stacked: ExpertWeights) -> 
     own = x, logits[0], layer, sizes.routing, sizes.activation
     error = relative_error(*own, chain=case.rows < MANY, target=built.target)
     many = case.rows >= MANY and case.format != "bf16"
-    most = MOST_ERROR_E4M3 if many else MOST_ERROR
+    form = token_format(x, sizes.top_k, layer, target=built.target)
+    int8 = form is not None and form.dtype == jnp.int8
+    most = MOST_ERROR_E4M3 if many else MOST_ERROR_INT8 if int8 else MOST_ERROR
     if not error < most:
         print(f"{case}: WRONG, it differs by {error:.1e} from the definition", flush=True)
     return error < most
@@ -268,7 +277,7 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
     norm = jnp.ones((sizes.embed,), jnp.bfloat16)
     tuned = {}
     for name, launch in case.tuned:
-        weight = getattr(stacked, name.removeprefix(STREAMING))
+        weight = getattr(stacked, name.removeprefix(STREAMING_INT8).removeprefix(STREAMING))
         shape = (name, case.kind, *weight.shape[1:])
         tuned["experts", shape] = dataclasses.asdict(launch)
     target = target.with_tuned(tuned)

@@ -19,7 +19,7 @@ from jaxserve_kernels.experts import (
     route,
     token_format,
 )
-from jaxserve_kernels.matmul import gated_linear, linear, plain
+from jaxserve_kernels.matmul import BothForms, gated_linear, linear, plain
 from jaxserve_kernels.target import REFERENCE, Target
 
 LAYERS = 2
@@ -78,8 +78,9 @@ def make_weights(sizes: Model, name: str) -> ExpertWeights:
 def sparse_layers(
     x: Any, logits: Any, norm: Any, w: ExpertWeights, sizes: Model, *, target: Target
 ) -> Any:
-    normed: Any = x
-    form = token_format(x, sizes.top_k, jax.tree.map(lambda leaf: leaf[0], w), target=target)
+    first: Any = jax.tree.map(lambda leaf: leaf[0], w)
+    form = token_format(x, sizes.top_k, first, target=target)
+    normed: Any = as_read(x, sizes.top_k, first, target=target)
     for index in range(logits.shape[0]):
         layer: Any = jax.tree.map(lambda leaf: leaf[index % LAYERS], w)  # noqa: B023
         ids, weight, order = route(logits[index], sizes.routing, target=target)
@@ -88,6 +89,16 @@ def sparse_layers(
         both: Any = add_rms_norm_twice(x, parts, norm, EPS, form, target=target)
         x, normed = both
     return x, plain(normed)
+
+
+def as_read(x: Any, top_k: int, w: ExpertWeights, *, target: Target) -> Any:
+    """Returns x in the forms in which a norm before the experts would write it."""
+    form = token_format(x, top_k, w, target=target)
+    if form is None:
+        return x
+    from jaxserve_kernels.quantized_matmul.e4m3.triton_tokens import quantized
+
+    return BothForms(x, quantized(x, form, target=target))
 
 
 def as_dense(w: ExpertWeights, count: int) -> tuple[Any, Any]:
@@ -146,7 +157,8 @@ def _layer(
 ) -> Any:  # fmt: skip
     """A token's experts, [parts, tokens, embed]."""
     ids, weights, order = route(logits, routing, target=target)
-    return experts(x, ids, weights, w, order, activation=activation, target=target)
+    read = as_read(x, routing.top_k, w, target=target)
+    return experts(read, ids, weights, w, order, activation=activation, target=target)
 
 
 @jax.jit

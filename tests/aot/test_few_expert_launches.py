@@ -16,7 +16,14 @@ if lacking := missing():
     pytest.skip(f"missing: {', '.join(lacking)}", allow_module_level=True)
 
 from jaxserve_kernels import pdl, ptxas
-from jaxserve_kernels.experts import ExpertWeights, Routing, norm_and_score, routed_experts
+from jaxserve_kernels.experts import (
+    ExpertWeights,
+    Routing,
+    config,
+    norm_and_score,
+    routed_experts,
+    token_format,
+)
 from jaxserve_kernels.pdl import plan
 from jaxserve_kernels.pdl.describe import describe
 from jaxserve_kernels.target import Target
@@ -57,8 +64,9 @@ def layer(
     routing: Routing, x: Any, parts: Any, norm: Any, router: Any, w: Any, bias: Any, shared: Any,
     *, oss: bool, target: Target,
 ) -> Any:  # fmt: skip
+    form = token_format(x, routing.top_k, w, target=target)
     given = x, parts, norm, 1e-6, router
-    x, *own = norm_and_score(*given, bias=norm if oss else None, target=target)
+    x, *own = norm_and_score(*given, bias=norm if oss else None, form=form, target=target)
     activation = "swiglu_oss" if oss else "silu"
     normed, scores = own
     return x, routed_experts(
@@ -98,6 +106,36 @@ def test_a_shared_expert_takes_no_kernels_of_its_own(tokens: int) -> None:
     before = ["_norm_and_score", "_route"]
     if tokens == 64:
         before = ["_add_rms_norm", "_linear", "_route", "_order"]
+    assert found == [*before, "_product", "_product"]
+
+
+@pytest.mark.parametrize(("count", "tokens", "programs", "tile"), [
+    (128, 64, 3, 8), (32, 32, 3, 16), (32, 64, 2, 32),
+])  # fmt: skip
+def test_gate_and_up_of_int8_tokens_convert_no_codes_to_bfloat16(
+    count: int, tokens: int, programs: int, tile: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In tiles of every size, whose programs fit a multiprocessor. The router reads plain
+    tokens."""
+    monkeypatch.setattr(config, "INT8_ABOVE", 0)
+    *before, gate_up, _ = launches_of((count, *QWEN[1:]), "int4", tokens, UNCHECKED)
+    names = [each.code.name for each in before]
+    assert names == ["_also_quantizing", "_linear", "_route", "_order"]
+    assert programs * (gate_up.code.shared_bytes + 1024) <= TARGET.gpu.shared_memory
+    cubin = ptxas.assemble(gate_up.code.ptx, 90)
+    assert cubin
+    (tmp_path / "kernel.cubin").write_bytes(cubin)
+    code = disassembled(tmp_path)
+    assert not re.search(r"\bSTL\b", code), "registers are spilled"
+    assert len(re.findall("IGMMA" if tile == 32 else "IMMA", code)) >= 8
+    assert not re.search(r"HFMA2|HMMA|HGMMA", code.split("ACQBULK", 1)[1].split("F2FP", 1)[0])
+
+
+def test_a_shared_expert_reads_the_experts_int8_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "INT8_ABOVE", 0)
+    found = [each.code.name for each in launches_of(QWEN_3_5, "int4", 32, UNCHECKED)]
+    before = ["_also_quantizing", "_linear", "_route", "_order"]
     assert found == [*before, "_product", "_product"]
 
 

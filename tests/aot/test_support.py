@@ -53,3 +53,23 @@ def test_norms_make_the_int8_tokens_of_products(model: str, rows: int) -> None:
     names = [equation.params["name"] for equation in launches(90, step)]
     assert names.count("quantize_groups_of_tokens") == 1
     assert any("quantizing" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("model", "bucket"),
+    [
+        ("qwen3-30b-a3b", Bucket.decode(128)),
+        ("qwen3-30b-a3b", Bucket.decode(256)),
+        ("qwen3.5-35b-a3b", Bucket.decode(256)),
+    ],
+)
+def test_norms_make_the_int8_tokens_of_experts(model: str, bucket: Bucket) -> None:
+    """From 5 tokens for each expert on. Gate and up of a shared expert are in the same kernel."""
+    step = Step(model=model, weights="int4", kv="bf16", bucket=bucket)
+    equations = launches(90, step)
+    gates = [each for each in equations if "experts_gate_up" in each.params["name"]]
+    assert gates
+    assert {each.params["name"] for each in gates} == {"experts_gate_up_streaming_Int4Weight"}
+    norms = [each for each in equations if "also_quantizing" in each.params["name"]]
+    made = [codes for each in norms for codes in each.outvars if str(codes.aval.dtype) == "int8"]
+    assert all(each.invars[0] in made for each in gates)

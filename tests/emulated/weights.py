@@ -61,11 +61,13 @@ def tokens_in_8_bits(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
 
 
 def as_read(x: jax.Array, config: Config) -> np.ndarray[Any, Any]:
-    """Tokens [tokens, depth] as a streaming product reads them, float32: rounded to int8 with a
-    scale for each 128 inputs, if it takes such tokens."""
+    """Tokens [tokens, depth] as a streaming product reads them, float32."""
+    return in_int8(x) if config.int8_tokens else np.asarray(x, np.float32)
+
+
+def in_int8(x: jax.Array) -> np.ndarray[Any, Any]:
+    """Tokens [tokens, depth] rounded to int8 with a scale for each 128 inputs, float32."""
     values = np.asarray(x, np.float32)
-    if not config.int8_tokens:
-        return values
     groups = values.reshape(len(values), -1, 128)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
     codes = np.round(groups * (1 / np.where(scale > 0, scale, np.float32(1))))

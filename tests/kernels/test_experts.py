@@ -20,7 +20,9 @@ from jaxserve_kernels.experts import (
     norm_and_score,
     route,
     routed_experts,
+    token_format,
 )
+from jaxserve_kernels.matmul import BothForms
 from jaxserve_kernels.target import CPU, REFERENCE, Target
 
 type Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -264,6 +266,50 @@ def test_the_norm_and_the_scores_of_few_tokens(tokens: int, embed: int, rows: in
     )
     difference = np.linalg.norm(np.asarray(found[2].sum(0) - scores.sum(0), np.float64))
     assert difference < 4e-3 * np.linalg.norm(np.asarray(scores.sum(0), np.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [24, 64])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_experts_read_the_int8_tokens_of_the_norm(tokens: int, shared: bool, early: bool) -> None:
+    """In tiles of 16 and 32 tokens. The definition gets the rounded tokens; hidden is rounded to
+    bfloat16 by the kernels only."""
+    x, *_, w = made(tokens, (16, 4, 384, 256), FORMATS["int4"], dtype=jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(tokens), 2)
+    update = jax.random.normal(keys[0], (3, tokens, 384))
+    router = jax.random.normal(keys[1], (17, 384)).astype(jnp.bfloat16) / 20
+    one = [jax.tree.map(lambda leaf: leaf[0], each) for each in w[:2]]
+    norm = jnp.ones((384,), jnp.bfloat16)
+    given = x, update, norm, router, w, ExpertWeights(*one) if shared else None
+    routing = Routing(num_experts=16, top_k=4)
+
+    def call(
+        x: Any, update: Any, norm: Any, router: Any, w: Any, every: Any, *, target: Target
+    ) -> Any:
+        form = token_format(x, 4, w, target=target)
+        assert form is not None and form.dtype == jnp.int8
+        own = x, update, norm, 1e-6, router
+        _, normed, scores = norm_and_score(*own, form=form, target=target)
+        assert isinstance(normed, BothForms)
+        parts = routed_experts(normed, scores, routing, w, shared=every, target=target)
+        return normed.plain, scores, parts
+
+    def launch(*args: Any) -> Any:
+        target = Target.here()
+        return pdl.call(call, *args, target=target) if early else call(*args, target=target)
+
+    normed, scores, found = jax.jit(launch)(*given)
+    groups = normed.astype(jnp.float32).reshape(tokens, -1, 128)
+    scale = jnp.abs(groups).max(-1, keepdims=True) / 127
+    rounded = (jnp.round(groups / scale) * scale).reshape(normed.shape)
+    own = rounded, scores, routing, w
+    expected = routed_experts(*own, shared=given[5], target=REFERENCE)
+    total = np.asarray(expected[0], np.float64)
+    assert found.shape[0] == 4 + shared, "these are other kernels"
+    assert np.linalg.norm(np.asarray(found, np.float64).sum(0) - total) < 8e-3 * np.linalg.norm(
+        total
+    )
 
 
 def routed_experts_equal_the_definition(name: str, tokens: int, *, shared: bool) -> None:

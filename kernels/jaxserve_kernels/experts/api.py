@@ -104,7 +104,7 @@ def _kernels(config: Config, *args: Any, **options: Any) -> Array:
 
 
 def configure_streaming(
-    x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
+    x: Array | BothForms, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
 ) -> Config | Refusal:
     """See `config.choose_streaming`."""
     if not target.uses_triton():
@@ -115,7 +115,13 @@ def configure_streaming(
 
 
 def _configure_streaming(
-    x: Array, ids: Array, _weights: Array, w: ExpertWeights, *_: Any, target: Target, **__: Any
+    x: Array | BothForms,
+    ids: Array,
+    _weights: Array,
+    w: ExpertWeights,
+    *_: Any,
+    target: Target,
+    **__: Any,
 ) -> Config | Refusal:
     return configure_streaming(x, ids, w, target=target)
 
@@ -124,7 +130,7 @@ def _streaming(config: Config, *args: Any, **options: Any) -> Array:
     from jaxserve_kernels.experts import triton_streaming  # needs Triton: only for GPUs
 
     x, *own, order = args
-    return triton_streaming.experts(plain(x), *own, order=order, config=config, **options)
+    return triton_streaming.experts(x, *own, order=order, config=config, **options)
 
 
 def _configure_hopper(

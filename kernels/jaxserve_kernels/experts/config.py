@@ -12,10 +12,17 @@ from jax import Array
 from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
 from jaxserve_kernels.op import Refusal
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS, TokenFormat
+from jaxserve_kernels.quantized_matmul.config import int8_bytes, takes_int8
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
+    SUMS,
+    BothForms,
+    TokenFormat,
+    int8_form,
+    int8_format,
+)
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order as TokenOrder
 from jaxserve_kernels.target import Target
-from jaxserve_kernels.weights import Kind, is_quantized
+from jaxserve_kernels.weights import Kind, Operand, is_quantized
 
 
 class Limits(NamedTuple):
@@ -95,12 +102,36 @@ def token_format(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> T
     that computes the tokens may write them in both forms (`BothForms`)."""
     if not target.uses_triton() or not target.runs_hopper_kernels():
         return None
-    found, ids = stacked(w.gate_up), jax.ShapeDtypeStruct((x.shape[0], top_k), jnp.int32)
-    if found is None or not tokens_in_bytes(found):
+    tokens, inputs = x.shape[0], w.gate_up.shape[2]
+    found, ids = stacked(w.gate_up), jax.ShapeDtypeStruct((tokens, top_k), jnp.int32)
+    if found is None or found.operand is None:
         return None
-    if hopper_refuses(x, ids, w, target=target) is not None:
+    if tokens_in_bytes(found) and hopper_refuses(x, ids, w, target=target) is None:
+        return format_of(found, tokens, inputs)
+    if not _reads_int8(x, ids, w, found.operand, target):
         return None
-    return format_of(found, x.shape[0], w.gate_up.shape[2])
+    return int8_format(found.operand, tokens)._replace(inputs=inputs)
+
+
+INT8_ABOVE = 2
+"""With more tokens for each expert, if all had as many, `triton_streaming` reads int8 tokens. Up to
+`Limits.scored_tokens` a kernel that writes plain tokens may score them, too."""
+
+
+def _reads_int8(
+    x: Array, ids: jax.ShapeDtypeStruct, w: ExpertWeights, operand: Operand, target: Target
+) -> bool:
+    """Whether `triton_streaming` reads x in int8, if the norm before it writes both forms."""
+    if not takes_int8(operand) or x.shape[1] < w.gate_up.shape[2]:
+        return False
+    if x.shape[0] <= limits_of(target).scored_tokens or _each(ids, w) <= INT8_ABOVE:
+        return False
+    return isinstance(_streaming(x, ids, w, int8=True, target=target), Config)
+
+
+def _each(ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights) -> int:
+    """The mean number of tokens for each expert, rounded up."""
+    return -(-ids.size // w.gate_up.shape[0])
 
 
 def format_of(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
@@ -191,11 +222,21 @@ def _launch(
 
 
 def choose_streaming(
-    x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
+    x: Array | BothForms, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
 ) -> Config | Refusal:
     """Returns the configuration of `triton_streaming`, or why it cannot take x [tokens, embed] and
-    ids [tokens, k]. In the down product, a program has its first codes in flight before it waits,
-    so that none is prefetched."""
+    ids [tokens, k]. Gate and up read the int8 form of x, if it has one."""
+    return _streaming(x, ids, w, int8=int8_form(x) is not None, target=target)
+
+
+def _streaming(
+    x: Array | BothForms,
+    ids: Array | jax.ShapeDtypeStruct,
+    w: ExpertWeights,
+    *,
+    int8: bool,
+    target: Target,
+) -> Config | Refusal:
     if x.dtype != jnp.bfloat16:
         return Refusal("not in bfloat16")
     if ids.shape[0] == 1:
@@ -213,34 +254,57 @@ def choose_streaming(
             return refusal
         if name == "gate_up" and w.width % 64:
             return Refusal("not whole tiles of 64 rows of gate")
-        each = -(-ids.size // weight.shape[0])  # mean tokens per expert
         most = STREAMED[found.operand.kind]
-        if each > most:
+        if int8 and found.operand.kind is Kind.INT4:
+            most = STREAMED_INT8
+        if _each(ids, w) > most:
             return Refusal(f"more than {most} tokens for each expert, if all had as many")
-        shape = (f"{STREAMING}{name}", found.operand.kind.name.lower(), *weight.shape)
-        tuned = tables.launch("experts", shape, ids.shape[0], target=target)
-        if tuned is not None:
-            launches[name] = Launch(**tuned)
-            continue
-        tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
-        ahead = _ahead(name, weight.shape[0], ids, found) if name == "gate_up" else 0
-        short = found.operand.kind is Kind.FP8 or tokens > 16 or weight.shape[2] < 256
-        depth = 128 if short or (found.operand.kind is Kind.INT4 and tokens == 8) else 256
-        launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
-        programs = _resident(launch, found, each=ids.size / weight.shape[0])
-        stages = _streaming_stages(launch, found, programs, target)
-        # Triton 3.6 compiles no ring with more slots than that.
-        most_stages = weight.shape[2] // depth + 1
-        launches[name] = replace(launch, num_stages=min(stages, most_stages))
+        in_int8 = int8 and name == "gate_up"
+        launches[name] = _streaming_launch(name, weight.shape, ids, found, target, int8=in_int8)
     return Config(gate_up=launches["gate_up"], down=launches["down"], parts=True)
+
+
+def _streaming_launch(
+    name: str,
+    shape: tuple[int, ...],
+    ids: Array | jax.ShapeDtypeStruct,
+    weight: Stacked,
+    target: Target,
+    *,
+    int8: bool,
+) -> Launch:
+    """In the down product, a program has its first codes in flight before it waits, so that none is
+    prefetched."""
+    assert weight.operand is not None
+    kind, experts = weight.operand.kind, shape[0]
+    known = f"{STREAMING_INT8 if int8 else STREAMING}{name}", kind.name.lower(), *shape
+    tuned = tables.launch("experts", known, ids.shape[0], target=target)
+    if tuned is not None:
+        return Launch(**tuned)
+    each = -(-ids.size // experts)
+    tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
+    ahead = _ahead(name, experts, ids, weight) if name == "gate_up" else 0
+    short = kind is Kind.FP8 or tokens > 16 or shape[2] < 256
+    depth = 128 if short or (kind is Kind.INT4 and tokens == 8) else 256
+    launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
+    programs = _resident(launch, weight, each=ids.size / experts)
+    stages = _streaming_stages(launch, weight, programs, target, int8=int8)
+    # Triton 3.6 compiles no ring with more slots than that.
+    return replace(launch, num_stages=min(stages, shape[2] // depth + 1))
 
 
 STREAMING = "streaming_"
 """Begins the names of products of `triton_streaming` in tables of launches."""
 
+STREAMING_INT8 = "streaming_int8_"
+"""The same with int8 tokens, for gate and up."""
+
 STREAMED = {Kind.INT4: 8, Kind.MXFP4: 48, Kind.FP8: 8}
 """Formats of `triton_streaming`, and their most tokens for each expert. With more, the sums of
 4-bit integers are scaled in as many instructions as in `triton`."""
+
+STREAMED_INT8 = 16
+"""The same for 4-bit integers, if gate and up read int8 tokens."""
 
 _RESERVED = 1024
 """Bytes of shared memory that the system reserves for each program."""
@@ -255,10 +319,13 @@ def _resident(launch: Launch, weight: Stacked, *, each: float) -> int:
     return 4 if fp8 and each <= 0.5 else 3  # with so few tokens four leave fewer turns
 
 
-def _streaming_stages(launch: Launch, weight: Stacked, programs: int, target: Target) -> int:
+def _streaming_stages(
+    launch: Launch, weight: Stacked, programs: int, target: Target, *, int8: bool
+) -> int:
     assert weight.operand is not None
     row_bytes = weight.operand.row_bytes  # of 128 inputs, with scales
-    stage = launch.depth // 128 * (launch.rows * row_bytes + 256 * launch.tokens)
+    token_bytes = int8_bytes(weight.operand) if int8 else 256
+    stage = launch.depth // 128 * (launch.rows * row_bytes + token_bytes * launch.tokens)
     ring = target.gpu.shared_memory // programs - _RESERVED
     return max(2, min(4, ring // stage))
 

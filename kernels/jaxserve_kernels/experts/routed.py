@@ -147,7 +147,7 @@ def _few(_: None, *args: Any, **options: Any) -> Array:
 
 
 def _configure_streaming(
-    x: Array,
+    x: Array | BothForms,
     _scores: Array,
     w: ExpertWeights,
     _bias: Array | None,
@@ -185,7 +185,7 @@ def _streaming(
 
     ids, weights, order = route(scores, routing, bias, active, target=target)
     return triton_streaming.experts(
-        plain(x), ids, weights, w, activation, config,
+        x, ids, weights, w, activation, config,
         order=order, shared=shared, scores=scores, target=target,
     )  # fmt: skip
 

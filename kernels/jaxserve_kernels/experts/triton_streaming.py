@@ -4,6 +4,8 @@ The layout of the work is that of `triton.py`: a program takes some weight rows 
 block of its (token, choice) pairs, in expert order. With up to 16 tokens a warp multiplies its own
 rows (`quantized_matmul.triton_k_step`) with the tensor cores' smallest products, which need neither
 descriptors nor waits. So a thread executes fewer instructions for each code than in `triton.py`.
+Gate and up of 4-bit integers may read int8 tokens (`quantized_matmul.triton_int8_k_step`), which
+the norm writes. The hidden activations stay in bfloat16.
 
 With PDL, gate and up let the next kernel start only after their own wait. So the lists are complete
 when down starts, which finds its expert and fills its ring with codes before it waits.
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import gating
@@ -30,67 +32,30 @@ from jaxserve_kernels.experts.config import Config, Launch
 from jaxserve_kernels.experts.triton import launch_arguments
 from jaxserve_kernels.experts.triton_activation import OSS, activated_sums
 from jaxserve_kernels.experts.triton_few import expert_arrays, expert_at
-from jaxserve_kernels.experts.triton_streaming_copies import copy_codes, copy_inputs, guess
+from jaxserve_kernels.experts.triton_streaming_blocks import DOWN, block_of, row_of
+from jaxserve_kernels.experts.triton_streaming_copies import (
+    copy_codes,
+    copy_tokens,
+    guess,
+    scales_of_rows,
+    token_source,
+    weight_source,
+)
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
-from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NO_ZERO
-from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps, less_bias
-from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, int8_form, plain
+from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, less_bias
+from jaxserve_kernels.quantized_matmul.triton_results import scaled
 from jaxserve_kernels.quantized_matmul.triton_rings import (
+    add_tiles,
     groups_of,
+    mma_of,
     token_rings,
+    wait_for_copies,
     weight_rings,
     words_of,
 )
-from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
-
-_INT4 = gl.constexpr(INT4.value)
-_MXFP4 = gl.constexpr(MXFP4.value)
-_NO_ZERO = gl.constexpr(NO_ZERO.value)
-_DOWN = gl.constexpr(0)
-"""GATED of the down product; beside the values of `activation.gating` and `OSS`."""
-
-
-@gluon.jit
-def _block_of(
-    block, ends_ptr, experts: gl.constexpr, TOKENS: gl.constexpr, EXPERTS: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """A block's expert, its first pair in expert order, and the end of the expert's pairs.
-
-    `experts` or more as the expert: the block has no pairs. Every warp has all experts.
-    """
-    lane = gl.arange(0, EXPERTS, gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0]))
-    there = lane < experts
-    ends = gl.load(ends_ptr + lane, mask=there, other=0)
-    begins = gl.load(ends_ptr + lane - 1, mask=there & (lane > 0), other=0)
-    blocks = (ends - begins + TOKENS - 1) // TOKENS
-    last = gl.cumsum(blocks, axis=0)
-    expert = gl.sum((last <= block).to(gl.int32), axis=0)
-    mine = lane == expert
-    first = begins + (block - last + blocks) * TOKENS
-    begin = gl.sum(gl.where(mine, first, 0), axis=0)
-    end = gl.sum(gl.where(mine, ends, 0), axis=0)
-    return expert, begin, end
-
-
-@gluon.jit
-def _row(lane, n: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr):
-    """The weight rows of the program's lanes: which 64 rows, and which of these.
-
-    Past the last row they are other rows. Gated, every 8 rows of gate are followed by the same 8 of
-    up, so that a thread holds the sums of both.
-    """
-    if GATED == _DOWN:
-        first = gl.program_id(0) * (ROWS // 64)
-        block = gl.minimum(first + lane // 64, n // 64 - 1)
-        inner = lane % 64
-    else:
-        gl.static_assert(ROWS == 128)
-        block = gl.program_id(0) + lane // 8 % 2 * (n // 64)
-        inner = lane // 16 * 8 + lane % 8
-    return block, inner
 
 
 @gluon.jit
@@ -106,10 +71,10 @@ def _finish(
     TOKENS: gl.constexpr = acc.shape[1]
     if BIAS:
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-        block, inner = _row(lane, n, GATED, ROWS)
+        block, inner = row_of(lane, n, GATED, ROWS)
         acc += gl.load(bias_ptr + block * 64 + inner).to(gl.float32)[:, None]
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    if GATED == _DOWN:
+    if GATED == DOWN:
         values = acc
     else:
         gate, up = gl.split(acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
@@ -120,7 +85,7 @@ def _finish(
     place = begin + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     there = place < end
     out = place
-    if GATED == _DOWN:
+    if GATED == DOWN:
         routed = there
         if SHARED > 0:
             routed = there & (not shared)
@@ -142,9 +107,9 @@ def _finish(
 
 @gluon.jit
 def _product(
-    x_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr, shared_scale_ptr,
-    shared_second_ptr, bias_ptr, early_ends_ptr, order_ptr, weights_ptr, scores_ptr, tokens,
-    out_ptr,
+    x_ptr, factor_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr,
+    shared_scale_ptr, shared_second_ptr, bias_ptr, early_ends_ptr, order_ptr, weights_ptr,
+    scores_ptr, tokens, out_ptr,
     experts: gl.constexpr, choices: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
     columns: gl.constexpr, scored: gl.constexpr, parts: gl.constexpr,
     packed_size: gl.constexpr, scale_size: gl.constexpr, second_size: gl.constexpr,
@@ -154,140 +119,89 @@ def _product(
     SHARED: gl.constexpr, EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """Gated: activation(gate) * up of each pair in expert order, [pairs, n], from x [tokens,
-    columns]. Down: x are those, and the result is [choices, tokens, n].
+    columns]. Down: x are those, and the result is [choices, tokens, n]. Tokens may be int8, with
+    scales and, for zero points, sums [tiles, tokens].
 
     With a shared expert both have another row for each token. The weight has k inputs, tokens the
     first `columns` of them. SHARED: blocks of tokens of the shared expert; 0: there is none.
     """
     tiles: gl.constexpr = k // 128
-    width: gl.constexpr = words_of(KIND)
-    groups: gl.constexpr = groups_of(KIND, GROUP)
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    mma: gl.constexpr = mma_of(dtype, TOKENS, WARPS)
     ahead: gl.constexpr = STAGES - 1
-    if TOKENS <= MOST_BY_A_WARP:
-        mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    else:
-        mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
-    word_copy: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // width, width // 8], [WARPS, 1], [1, 0]
-    )
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    x_copy: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-
     if EARLY:
-        if GATED == _DOWN:
+        if GATED == DOWN:
             gdc_launch_dependents()
         else:
             if AHEAD > 0:
                 guess(
-                    gl.program_id(1) - SHARED, packed_ptr, experts, n, tiles, 64 * width,
+                    gl.program_id(1) - SHARED, packed_ptr, experts, n, tiles, 64 * words_of(KIND),
                     packed_size, AHEAD, WARPS,
                 )  # fmt: skip
             gdc_wait()
             gdc_launch_dependents()
     block = gl.program_id(1) - SHARED
     shared = block < 0
-    expert, begin, end = _block_of(block, early_ends_ptr, experts, TOKENS, EXPERTS, WARPS)
+    expert, begin, end = block_of(block, early_ends_ptr, experts, TOKENS, EXPERTS, WARPS)
     if expert >= experts:
-        if EARLY and GATED == _DOWN:  # noqa: SIM102  (the first is known when it is compiled)
+        if EARLY and GATED == DOWN:  # noqa: SIM102  (the first is known when it is compiled)
             if block == 0:  # all tokens are padding: do not end before the kernels before this one
                 gdc_wait()
         return
     if SHARED > 0:
         begin = gl.where(shared, tokens * choices + gl.program_id(1) * TOKENS, begin)
         end = gl.where(shared, tokens * choices + tokens, end)
-    own = expert.to(gl.int64)
-
-    word_ring, scale_ring, zero_ring = weight_rings(
-        scale_ptr, second_ptr, KIND, GROUP, ZERO, ROWS, K_TILES, STAGES
-    )  # fmt: skip
-    x_ring, _, _ = token_rings(x_ptr, scale_ring, ZERO, TOKENS, K_TILES, STAGES)
-    block, inner = _row(gl.arange(0, ROWS, gl.SliceLayout(1, word_copy)), n, GATED, ROWS)
-    word = gl.arange(0, width, gl.SliceLayout(0, word_copy))[None, :]
-    words = expert_at(packed_ptr, shared_packed_ptr, expert, shared, packed_size, SHARED > 0)
-    words += (block * (tiles * 64 * width) + inner * width)[:, None] + word
-    scales = expert_at(scale_ptr, shared_scale_ptr, expert, shared, scale_size, SHARED > 0)
-    zeros = expert_at(second_ptr, shared_second_ptr, expert, shared, second_size, SHARED > 0)
-    if groups == 0:
-        block, inner = _row(gl.arange(0, ROWS, gl.SliceLayout(1, mma)), n, GATED, ROWS)
-        of_rows = gl.load(scales + block * 64 + inner)
-    else:
-        lane = gl.arange(0, groups * ROWS, flat)
-        block, inner = _row(lane % ROWS, n, GATED, ROWS)
-        at = (block * (tiles * groups) + lane // ROWS) * 64 + inner
-        scales += at
-        zeros += at
+    rings = weight_rings(scale_ptr, second_ptr, KIND, GROUP, ZERO, ROWS, K_TILES, STAGES)
+    x_rings = token_rings(x_ptr, rings[1], ZERO, TOKENS, K_TILES, STAGES)
+    packed = expert_at(packed_ptr, shared_packed_ptr, expert, shared, packed_size, SHARED > 0)
+    scale = expert_at(scale_ptr, shared_scale_ptr, expert, shared, scale_size, SHARED > 0)
+    second = expert_at(second_ptr, shared_second_ptr, expert, shared, second_size, SHARED > 0)
+    weight = weight_source(packed, scale, second, n, k, GATED, KIND, GROUP, ROWS, WARPS)
+    of_rows = scales_of_rows(scale, n, GATED, groups_of(KIND, GROUP), ROWS, mma)
     for k_step in gl.static_range(ahead):
-        copy_codes(
-            word_ring, scale_ring, zero_ring, words, scales, zeros, k_step, k_step,
-            tiles, groups, ROWS, K_TILES, ZERO, width,
-        )  # fmt: skip
+        copy_codes(rings, weight, k_step, k_step, tiles, KIND, GROUP, ZERO, ROWS, K_TILES)
         async_copy.commit_group()
-    if EARLY and GATED == _DOWN:
+    if EARLY and GATED == DOWN:
         gdc_wait()
-
-    place = begin + gl.arange(0, TOKENS, gl.SliceLayout(1, x_copy))
-    token = place
-    if GATED != _DOWN:
-        routed = place < end
-        if SHARED > 0:
-            routed = routed & (not shared)
-        token = gl.load(order_ptr + place, mask=routed, other=0) // choices
-        if SHARED > 0:
-            token = gl.where(shared, place - tokens * choices, token)
-    depth = of_planes(gl.arange(0, 128, gl.SliceLayout(0, x_copy)), KIND)[None, :]
-    x = x_ptr + (token.to(gl.int64) * columns)[:, None] + depth
-    there = (place < end)[:, None]
+    own = token_source(
+        (x_ptr, factor_ptr, sum_ptr), order_ptr, begin, end, shared, tokens, choices, columns,
+        GATED, KIND, SHARED, TOKENS, WARPS,
+    )  # fmt: skip
     for k_step in gl.static_range(ahead):
-        copy_inputs(x_ring, x, depth, there, k_step, k_step, tiles, columns, TOKENS, K_TILES)
+        copy_tokens(x_rings, own, k_step, k_step, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
         async_copy.commit_group()
 
-    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP
-    bias = less_bias(ROWS, mma)
+    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP and dtype != gl.int8
+    bias = less_bias(ROWS, mma) if biased else 0
     acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
     slot = 0
     # Not unrolled: the grid has no third dimension.
     for k_step in range(tiles // K_TILES + gl.program_id(2)):
-        async_copy.wait_group(ahead - 1)
-        gl.barrier()
-        if TOKENS > MOST_BY_A_WARP:
-            fence_async_shared()
+        wait_for_copies(ahead - 1, TOKENS)
         free = gl.where(slot == 0, ahead, slot - 1)
-        copy_codes(
-            word_ring, scale_ring, zero_ring, words, scales, zeros, free, k_step + ahead,
-            tiles, groups, ROWS, K_TILES, ZERO, width,
-        )  # fmt: skip
         later = k_step + ahead
-        copy_inputs(x_ring, x, depth, there, free, later, tiles, columns, TOKENS, K_TILES)
+        copy_codes(rings, weight, free, later, tiles, KIND, GROUP, ZERO, ROWS, K_TILES)
+        copy_tokens(x_rings, own, free, later, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
         async_copy.commit_group()
-        acc = add_k_steps(
-            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), K_TILES, groups, ROWS, TOKENS, KIND, ZERO, bias, biased,
+        acc = add_tiles(
+            acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO, bias, biased
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if tiles % K_TILES > 0:
-        async_copy.wait_group(0)
-        gl.barrier()
-        if TOKENS > MOST_BY_A_WARP:
-            fence_async_shared()
-        acc = add_k_steps(
-            acc, word_ring.index(slot), scale_ring.index(slot), zero_ring.index(slot),
-            x_ring.index(slot), tiles % K_TILES, groups, ROWS, TOKENS, KIND, ZERO, bias, biased,
+        wait_for_copies(0, TOKENS)
+        acc = add_tiles(
+            acc, rings, slot, x_rings, slot, tiles % K_TILES, KIND, GROUP, ZERO, bias, biased
         )  # fmt: skip
-    if KIND == _INT4:
-        acc *= 64.0  # less_zero
-    elif KIND == _MXFP4:
-        acc *= MXFP4_POWER
-    elif groups == 0:
-        acc *= of_rows[:, None]
+    acc = scaled(acc, of_rows, dtype, KIND, groups_of(KIND, GROUP))
+    bias_ptr += expert.to(gl.int64) * (n if GATED == DOWN else 2 * n)
     _finish(
-        acc, bias_ptr + own * (n if GATED == _DOWN else 2 * n), order_ptr, weights_ptr, scores_ptr,
-        out_ptr, begin, end, tokens, shared, n, experts, choices, scored, parts, SHARED, GATED,
-        BIAS,
+        acc, bias_ptr, order_ptr, weights_ptr, scores_ptr, out_ptr, begin, end, tokens, shared,
+        n, experts, choices, scored, parts, SHARED, GATED, BIAS,
     )  # fmt: skip
 
 
 def experts(
-    x: Array,
+    x: Array | BothForms,
     ids: Array,
     weights: Array,
     w: ExpertWeights,
@@ -300,7 +214,7 @@ def experts(
     target: Target,
 ) -> Array:
     """See `reference.experts`. There are at least 2 tokens, and `config` is from
-    `config.choose_streaming`.
+    `config.choose_streaming` for the same x.
 
     Args:
       shared: weights of a shared expert, of the same format and shape as those of each expert.
@@ -318,25 +232,31 @@ def experts(
         "scored": scores.shape[2], "parts": scores.shape[0],
     }  # fmt: skip
     hidden = triton_call(
-        x, *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
+        *_read(x), *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
         kernel=_product,
         name=f"experts_gate_up_streaming_{type(w.gate_up).__name__}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size + more * tokens, w.width), x.dtype),
         GATED=OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, x, w.width, more, target),
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, plain(x), w.width, more, target),
         **constants,
     )  # fmt: skip
     return triton_call(
-        hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
+        hidden, hidden, hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
         kernel=_product,
         name=f"experts_down_streaming_{type(w.down).__name__}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.shape[1] + more, tokens, embed), jnp.float32),
-        GATED=_DOWN.value,
+        GATED=DOWN.value,
         **_launch(config.down, w.down, w.down_bias, ids, hidden, embed, more, target),
         **constants,
     )  # fmt: skip
+
+
+def _read(x: Array | BothForms) -> tuple[Array, Array, Array]:
+    """Tokens as kernel arguments: in int8, their scales and sums; or plain ones three times."""
+    found = int8_form(x)
+    return (plain(x),) * 3 if found is None else (found.codes, found.scale, found.sums)
 
 
 def _launch(

@@ -230,18 +230,25 @@ def reads_int8(call: Call) -> bool:
     """Whether a streaming product reads int8 tokens: with 4-bit integers, which take fewer
     instructions then. Tokens of products with more outputs than inputs come from norms, which
     quantise them; before others a kernel would have to."""
-    operand = call.operand
     wide = call.gated or call.out > call.depth
-    known = operand.kind == Kind.INT4 and operand.group == 128
-    return known and wide and call.tokens > call.limits.most_in_bfloat16_int4
+    many = call.tokens > call.limits.most_in_bfloat16_int4
+    return takes_int8(call.operand) and wide and many
+
+
+def takes_int8(operand: Operand) -> bool:
+    """Whether streaming products can multiply a weight with int8 tokens."""
+    return operand.kind == Kind.INT4 and operand.group == 128
 
 
 def _token_bytes(call: Call) -> int:
-    """Bytes in a ring of a token's 128 inputs, with the scale of int8 ones, and their sum if there
-    are zero points."""
-    if not reads_int8(call):
-        return 256
-    return 128 + (8 if call.operand.zero else 4)
+    """Bytes in a ring of a token's 128 inputs, with the scale of int8 ones."""
+    return int8_bytes(call.operand) if reads_int8(call) else 256
+
+
+def int8_bytes(operand: Operand) -> int:
+    """Bytes of 128 inputs of an int8 token with their scale, and their sum if there are zero
+    points."""
+    return 128 + (8 if operand.zero else 4)
 
 
 def steps(tiles: int, splits: int, k_tiles: int) -> int:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NVFP4
+from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP
+from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.triton_activation import gated_sums
+
+_INT4 = gl.constexpr(INT4.value)
+_NVFP4 = gl.constexpr(NVFP4.value)
+_MXFP4 = gl.constexpr(MXFP4.value)
 
 
 @gluon.jit
@@ -28,6 +35,23 @@ def sums_at(partial_ptr, index, acc):
     row = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))[None, :]
     return partial_ptr + (index * ROWS + row) * TOKENS + token
+
+
+@gluon.jit
+def scaled(acc, of_rows, dtype: gl.constexpr, KIND: gl.constexpr, groups: gl.constexpr):
+    """The sums, from what `triton_rings.add_tiles` has added up for tokens of `dtype`. of_rows: the
+    scales of rows, if they have one each. groups: other scales of a row and tile."""
+    if dtype == gl.int8:
+        acc *= SIXTEENTH
+    elif KIND == _INT4:
+        acc *= 64.0  # less_zero
+    elif KIND == _NVFP4:
+        acc *= (of_rows * 256.0)[:, None]
+    elif KIND == _MXFP4:
+        acc *= MXFP4_POWER
+    elif groups == 0:
+        acc *= of_rows[:, None]
+    return acc
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4
 from jaxserve_kernels.quantized_matmul.triton_int8_k_step import add_int8_k_steps
@@ -192,23 +192,33 @@ def copy_tokens(
 
 
 @gluon.constexpr_function
-def mma_of(dtype: Any, TOKENS: Any, ROWS: Any) -> Any:
-    """The layout of sums [ROWS, TOKENS]: of single warps up to MOST_BY_A_WARP tokens, else of
+def mma_of(dtype: Any, TOKENS: Any, WARPS: Any) -> Any:
+    """The layout of sums [rows, TOKENS]: of single warps up to MOST_BY_A_WARP tokens, else of
     warpgroups."""
-    warps = [ROWS // 16, 1]
     if TOKENS <= MOST_BY_A_WARP:
-        return gl.NVMMADistributedLayout([2, 0], warps, [16, 8])
-    return gl.NVMMADistributedLayout([3, 0], warps, [16, TOKENS, 32 if dtype == gl.int8 else 16])
+        return gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    depth = 32 if dtype == gl.int8 else 16
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, depth])
+
+
+@gluon.jit
+def wait_for_copies(behind: gl.constexpr, TOKENS: gl.constexpr):
+    """Waits until all but `behind` groups of copies have arrived, for all warps."""
+    async_copy.wait_group(behind)
+    gl.barrier()
+    if TOKENS > MOST_BY_A_WARP:
+        fence_async_shared()
 
 
 @gluon.jit
 def add_tiles(
     acc, weight, place, own, own_place,
     COUNT: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
+    bias=0, BIASED: gl.constexpr = False,
 ):  # fmt: skip
     """Adds the products of a k-step's first COUNT tiles. weight: rings of words, scales and zero
-    points, and the k-step's place there. own: those of tokens, and of int8 ones' scales and
-    sums."""
+    points, and the k-step's place there. own: those of tokens, and of int8 ones' scales and sums.
+    bias, BIASED: see `add_k_steps`."""
     words, scales, zeros = weight[0].index(place), weight[1].index(place), weight[2].index(place)
     x, factors, sums = own[0].index(own_place), own[1].index(own_place), own[2].index(own_place)
     if x.dtype == gl.int8:
@@ -216,6 +226,6 @@ def add_tiles(
     else:
         acc = add_k_steps(
             acc, words, scales, zeros, x, COUNT, groups_of(KIND, GROUP), acc.shape[0], acc.shape[1],
-            KIND, ZERO,
+            KIND, ZERO, bias, BIASED,
         )  # fmt: skip
     return acc

@@ -101,7 +101,7 @@ def _multiply(
 ):  # fmt: skip
     """One of the warpgroups that multiply."""
     int8: gl.constexpr = x_rings[0].dtype == gl.int8
-    mma: gl.constexpr = mma_of(x_rings[0].dtype, TOKENS, _ROWS)
+    mma: gl.constexpr = mma_of(x_rings[0].dtype, TOKENS, _ROWS // 16)
     stage = 0
     phase = 0
     for index in range(_parts(steps, tiles, EACH)):

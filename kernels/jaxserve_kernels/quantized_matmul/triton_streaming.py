@@ -19,23 +19,14 @@ import jax.numpy as jnp
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from jaxserve_kernels.activation import Activation, gating
 from jaxserve_kernels.quantized_matmul.config import Config, steps
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import QuantizedTokens
-from jaxserve_kernels.quantized_matmul.triton_arguments import (
-    INT4,
-    MXFP4,
-    NVFP4,
-    arrays,
-    kind,
-    tokens_of,
-)
-from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH
-from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP
-from jaxserve_kernels.quantized_matmul.triton_results import finish, rows_of, sums_at
+from jaxserve_kernels.quantized_matmul.triton_arguments import NVFP4, arrays, kind, tokens_of
+from jaxserve_kernels.quantized_matmul.triton_results import finish, rows_of, scaled, sums_at
 from jaxserve_kernels.quantized_matmul.triton_rings import (
     add_tiles,
     copy_tokens,
@@ -44,17 +35,15 @@ from jaxserve_kernels.quantized_matmul.triton_rings import (
     mma_of,
     token_rings,
     token_source,
+    wait_for_copies,
     weight_rings,
     weight_source,
 )
-from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 from jaxserve_kernels.weights import Quantized
 
-_INT4 = gl.constexpr(INT4.value)
 _NVFP4 = gl.constexpr(NVFP4.value)
-_MXFP4 = gl.constexpr(MXFP4.value)
 
 
 @gluon.jit
@@ -78,7 +67,7 @@ def accumulate(
     ahead: gl.constexpr = STAGES - 1
     even: gl.constexpr = STEPS % K_TILES == 0
     x_ptr, factor_ptr, sum_ptr = x
-    mma: gl.constexpr = mma_of(x_ptr.dtype.element_ty, TOKENS, ROWS)
+    mma: gl.constexpr = mma_of(x_ptr.dtype.element_ty, TOKENS, ROWS // 16)
     if tiles % STEPS == 0:
         steps: gl.constexpr = STEPS
     else:  # the last split is shorter, by whole k-steps
@@ -112,7 +101,7 @@ def accumulate(
     slot = 0
     # Not unrolled: the grid has no third dimension.
     for k_step in range(steps // K_TILES + gl.program_id(2)):
-        _wait(ahead - 1, TOKENS)
+        wait_for_copies(ahead - 1, TOKENS)
         later = k_step + ahead
         left = steps - later * K_TILES
         if left > 0:
@@ -123,21 +112,12 @@ def accumulate(
         acc = add_tiles(acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO)
         slot = gl.where(slot == ahead, 0, slot + 1)
     if not even:
-        _wait(0, TOKENS)
+        wait_for_copies(0, TOKENS)
         rest: gl.constexpr = STEPS % K_TILES
         acc = add_tiles(acc, rings, slot, x_rings, slot, rest, KIND, GROUP, ZERO)
     if EARLY and not FIRST:
         gdc_launch_dependents()
-    return _scaled(acc, of_rows, x_ptr.dtype.element_ty, KIND, GROUP)
-
-
-@gluon.jit
-def _wait(behind: gl.constexpr, TOKENS: gl.constexpr):
-    """Waits until all but `behind` groups of copies have arrived, for all warps."""
-    async_copy.wait_group(behind)
-    gl.barrier()
-    if TOKENS > MOST_BY_A_WARP:
-        fence_async_shared()
+    return scaled(acc, of_rows, x_ptr.dtype.element_ty, KIND, groups_of(KIND, GROUP))
 
 
 @gluon.jit
@@ -152,22 +132,6 @@ def _of_rows(
         row = rows_of(program, gl.arange(0, ROWS, gl.SliceLayout(1, mma)), n, GATED, ROWS)
         found = gl.load((scale_ptr if groups == 0 else second_ptr) + row)
     return found
-
-
-@gluon.jit
-def _scaled(acc, of_rows, dtype: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
-    """The sums, from what `add_tiles` has added up."""
-    if dtype == gl.int8:
-        acc *= SIXTEENTH
-    elif KIND == _INT4:
-        acc *= 64.0  # less_zero
-    elif KIND == _NVFP4:
-        acc *= (of_rows * 256.0)[:, None]
-    elif KIND == _MXFP4:
-        acc *= MXFP4_POWER
-    elif groups_of(KIND, GROUP) == 0:
-        acc *= of_rows[:, None]
-    return acc
 
 
 @gluon.jit

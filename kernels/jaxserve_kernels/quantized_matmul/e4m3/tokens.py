@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxserve_kernels.quantized_matmul.config import Config
-from jaxserve_kernels.weights import Kind, Quantized
+from jaxserve_kernels.weights import Kind, Operand, Quantized
 
 SUMS = 64
 """Sums that follow a token's codes: they take as many bytes as 128 codes."""
@@ -71,6 +71,13 @@ def plain(x: Array | QuantizedTokens | BothForms) -> Array:
     return x
 
 
+def int8_form(x: Array | BothForms) -> QuantizedTokens | None:
+    """The tokens' int8 form, if that is their other one."""
+    if isinstance(x, BothForms) and x.quantized.codes.dtype == jnp.int8:
+        return x.quantized
+    return None
+
+
 class Order(IntEnum):
     """Orders of the inputs within each 128."""
 
@@ -104,13 +111,18 @@ class TokenFormat(NamedTuple):
     array of their own. Those past its groups are 0."""
 
 
+def int8_format(operand: Operand, tokens: int) -> TokenFormat:
+    """The format of int8 tokens that are multiplied with 4-bit integers in groups."""
+    group = operand.group if operand.zero else 0
+    return TokenFormat(jnp.int8, Order.BYTES, group, tokens, scale_group=operand.group)
+
+
 def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:
     """The token format of a product with this configuration."""
     operand = weight.operand
     assert operand is not None, f"no kernel knows {type(weight)}"
     if config.int8_tokens:
-        group = operand.group if operand.zero else 0
-        return TokenFormat(jnp.int8, Order.BYTES, group, tokens, scale_group=operand.group)
+        return int8_format(operand, tokens)
     in_bytes = config.beforehand or operand.bits == 8
     order = Order.BYTES if in_bytes else Order.INPUTS
     if operand.kind == Kind.MXFP4 and not in_bytes:
