@@ -138,18 +138,26 @@ def test_more_tokens_stream_in_int8_than_plain_ones() -> None:
 
 
 @pytest.mark.parametrize(("name", "tokens", "embed", "expected"), [
-    ("int4", 12, 256, None), ("int4", 13, 256, jnp.int8), ("int4", 48, 256, jnp.int8),
+    ("int4", 8, 256, None), ("int4", 9, 256, jnp.int8), ("int4", 48, 256, jnp.int8),
     ("int4", 49, 256, None), ("int4", 72, 256, jnp.float8_e4m3fn), ("int4", 20, 320, None),
     ("int4-g64", 20, 256, None), ("mxfp4", 20, 256, None), ("fp8", 20, 256, None),
 ])  # fmt: skip
 def test_which_experts_read_int8_tokens(name: str, tokens: int, embed: int, expected: Any) -> None:
-    """Those of int4 in groups of 128, with more than 4 and at most 16 tokens for each expert, and
-    with as many inputs as tokens have."""
+    """Those of int4 in groups of 128, of more than 8 tokens and at most 16 for each expert, with as
+    many inputs as tokens have."""
     x, _, _, w = made(tokens, WEIGHTS[name], embed=embed)
     form = token_format(x, K, w, target=HOPPER)
     assert (form.dtype if form else None) == expected
     if expected == jnp.int8:
         assert token_format(x, K, w, target=Target.for_gpu(89)) is None
+
+
+def test_experts_of_fewer_tokens_read_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "INT8_ABOVE", 5)
+    for tokens, expected in ((15, None), (16, jnp.int8)):
+        x, _, _, w = made(tokens, WEIGHTS["int4"])
+        form = token_format(x, K, w, target=HOPPER)
+        assert (form.dtype if form else None) == expected
 
 
 def test_few_tokens_are_scored_in_their_norms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
