@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import triton.backends.nvidia.driver as nvidia_driver
-import triton.language as tl
 from triton.backends.nvidia import compiler
 from triton.experimental.gluon import language
 from triton.experimental.gluon.language import _standard
@@ -30,10 +29,6 @@ _NEW_NAMES: tuple[tuple[Any, str, str], ...] = (
 )
 """Owner of a name, the name in 3.9, and the name in 3.6. 3.9 keeps some old names, which raise."""
 
-SPLITS_MOVE = tl.constexpr(not hasattr(language, "barrier"))
-"""Whether a tensor that a Triton kernel splits moves through shared memory, even if each thread has
-its parts: in 3.6, on GPUs before and after Hopper."""
-
 for _owner, _new, _old in _NEW_NAMES:
     if not hasattr(_owner, _new):
         setattr(_owner, _new, getattr(_owner, _old))
@@ -45,7 +40,7 @@ if not hasattr(nvidia_driver, "TMA_TF32"):
 import jax_triton as jt  # noqa: E402  # after the constant, which its import needs
 from jax_triton import triton_lib  # noqa: E402
 
-__all__ = ["SPLITS_MOVE", "compiler_options", "jt", "option_names", "triton_lib"]
+__all__ = ["compiler_options", "jt", "option_names", "triton_lib"]
 
 _descriptor: Any = triton_lib.TensorDescMeta
 _descriptor.__required_keys__ = frozenset(_descriptor.__required_keys__) - {"is_im2col"}

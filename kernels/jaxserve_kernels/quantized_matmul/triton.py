@@ -30,11 +30,9 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
     e2m1_times,
     e4m3_pair,
     each,
-    four_apart,
     four_side_by_side,
     int8_pair,
     less_zero,
-    mxfp4_planes,
     nibbles,
     nvfp4_factors,
     side_by_side,
@@ -42,7 +40,6 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import (
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_activation import gated
 from jaxserve_kernels.triton_call import triton_call
-from jaxserve_kernels.triton_compat import SPLITS_MOVE
 from jaxserve_kernels.weights import Quantized
 
 
@@ -99,17 +96,15 @@ def _nvfp4_tile(acc, words, inputs, scale_ptr, row_scale):
 @triton.jit
 def _mxfp4_tile(acc, words, inputs, scale_ptr):
     """Adds a tile of MXFP4 to acc. Eight words are a block."""
-    if SPLITS_MOVE:
-        factors = _mxfp4_factors(scale_ptr, words.shape)
-        a, b, c, d = e2m1_times(words, factors, factors)
-    else:
-        a, b, c, d = mxfp4_planes(four_apart(words), tl.load(scale_ptr))
+    factors = _mxfp4_factors(scale_ptr, words.shape)
+    a, b, c, d = e2m1_times(words, factors, factors)
     return acc + tl.dot(four_side_by_side(a, b, c, d), inputs) * MXFP4_POWER
 
 
 @triton.jit
 def _mxfp4_factors(scale_ptr, shape: tl.constexpr):
-    """A factor for each word, in both halves: see `triton_unpack.mxfp4_factors`."""
+    """A factor for each word, in both halves: see `triton_unpack.mxfp4_factors`. Words are not
+    split as in `mxfp4_planes`: Triton 3.6 moves them through shared memory, except on Hopper."""
     bytes_ptr = scale_ptr.to(tl.pointer_type(tl.uint8))
     exponents = tl.load(bytes_ptr[:, None] + tl.arange(0, 4)[None, :])
     factors = exponents.to(tl.int32) * 0x00800080 + 0x1F001F00
