@@ -38,6 +38,7 @@ def scheduler(
     block: int = 1,
     tokens: int = 64,
     own_tokens: int = 0,
+    most_prompts: int = 16,
 ) -> Scheduler:
     """With pages of 4 tokens."""
     config = SchedulerConfig(max_num_seqs=SLOTS, max_model_len=128, max_num_batched_tokens=tokens)
@@ -48,6 +49,7 @@ def scheduler(
         snapshot_stride=stride,
         own_tokens=own_tokens,
         state_block=block,
+        most_prompts=most_prompts,
     )
     return Scheduler(config, cache, lengths=Optimist(), clock=lambda: 1.0)
 
@@ -128,16 +130,34 @@ def test_chunks_and_snapshots_end_at_blocks() -> None:
     assert run(sched, prompt(*range(23), name="shorter")) == 16
 
 
+def starts_and_lengths(sched: Scheduler) -> list[list[tuple[int, int]]]:
+    """Of the rows of each step."""
+    found = []
+    while sched.has_work:
+        plan = planned(sched)
+        found.append([(row.start, row.num_tokens) for row in plan.rows])
+        commit(sched, plan)
+    return found
+
+
 def test_a_step_without_room_for_a_block_reads_no_prompt() -> None:
+    """Nor does one without room for a prompt's last block, which is shorter."""
     sched = scheduler(stride=64, block=32, tokens=40)
     sched.add(prompt(*range(70)))
     sched.add(prompt(*range(200, 235), name="second"))
-    shapes = []
-    while sched.has_work:
-        plan = planned(sched)
-        shapes.append([(row.start, row.num_tokens) for row in plan.rows])
-        commit(sched, plan)
-    assert shapes == [[(0, 32)], [(32, 38)], [(0, 35)]]
+    assert starts_and_lengths(sched) == [[(0, 32)], [(32, 38)], [(0, 35)]]
+    sched = scheduler(stride=64, block=32, tokens=40)
+    sched.add(prompt(*range(52)))
+    sched.add(prompt(*range(200, 230), name="second"))
+    assert starts_and_lengths(sched) == [[(0, 32)], [(32, 20)], [(0, 30)]]
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1, [1, 1]), (2, [2])])
+def test_a_step_advances_a_limited_number_of_prompts(most: int, steps: list[int]) -> None:
+    sched = scheduler(most_prompts=most)
+    sched.add(prompt(*range(8)))
+    sched.add(prompt(*range(50, 58), name="second"))
+    assert [len(rows) for rows in starts_and_lengths(sched)] == steps
 
 
 def test_the_least_recently_used_makes_room_and_one_goes_with_its_page() -> None:
