@@ -133,7 +133,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--fp8-copy", action="store_true", help="add fp8 copies of 4-bit weights, as served"
     )
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0: all rows have the same tokens, and the same experts; default: 1 with experts",
+    )
     parser.add_argument("--kv-cache-dtype", choices=NAMES, default="auto")
     parser.add_argument("--page-size", type=int, default=64, help="unless the format fixes it")
     parser.add_argument("--kv-gib", type=float, default=46.0)
@@ -148,6 +152,8 @@ def parse_args() -> argparse.Namespace:
         help="fail if a step takes more than this many times its time in --compare",
     )
     args = parser.parse_args()
+    if args.temperature is None:
+        args.temperature = 1.0 if NAMED_MODELS[args.model].experts else 0.0
     if args.buckets and max(args.batch) > max(args.buckets):
         parser.error(f"no bucket for {max(args.batch)} rows: --buckets ends at {max(args.buckets)}")
     if args.assert_ratio and not args.compare:

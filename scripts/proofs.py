@@ -145,7 +145,7 @@ PROOFS = {
             " --rows 1,8,32,64,256,2048 --budget 120 --out {out}/gpt_oss_20b.json",
             *(
                 f"scripts/bench_step.py --model {model}{flags} --batch 1,8,32,64,256 --steps 40"
-                f" --temperature 1 --kv-gib 40 --out {{out}}/step_{name}.json"
+                f" --kv-gib 40 --out {{out}}/step_{name}.json"
                 for name, model, flags in (
                     ("qwen3_30b_a3b_bf16", "qwen3-30b-a3b", ""),
                     ("qwen3_30b_a3b_int4", "qwen3-30b-a3b", " --quantization int4"),
@@ -170,7 +170,7 @@ PROOFS = {
         2,
         (
             "scripts/bench_step.py --model qwen3-30b-a3b --quantization int4 --buckets 16,64"
-            " --batch 9,16,40,64 --steps 40 --temperature 1 --kv-gib 10"
+            " --batch 9,16,40,64 --steps 40 --kv-gib 10"
             " --out {out}/padded_qwen3_30b_a3b_int4.json",
         ),
     ),
@@ -197,7 +197,7 @@ PROOFS = {
                 for model, weights, rows, flags in (
                     ("27b", "bf16", "1,8,32", ""),
                     ("27b", "int4", "1,8,32,64", " --quantization int4 --lm-head-dtype int8"),
-                    ("35b_a3b", "fp8", "1,8,32,64", " --quantization fp8 --temperature 1"),
+                    ("35b_a3b", "fp8", "1,8,32,64", " --quantization fp8"),
                 )
             ),
             *(
