@@ -40,6 +40,9 @@ _AT_ONCE = 4
 """Chunks that have programs of their own: with all heads, more than there are multiprocessors. A
 step seldom has more."""
 
+_FIRST, _SLOT, _POSITION, _LENGTH, _NUMBER, _KEPT, _KEPT_SLOT = map(gl.constexpr, range(7))
+"""Places in a list of arrays, which have a number for each chunk: see `advance`."""
+
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Sums of [columns, tokens]."""
 _TOKEN = gl.constexpr(gl.SliceLayout(0, _SUMS))
@@ -75,8 +78,8 @@ def _places(
     """Pointers to columns of a slot's state, [columns, keys]. state_of: pointers to the state of
     the layer's first slot and to the slot, and the first column.
 
-    The compiler cannot see through a copy of the number, so it computes them here. It would
-    compute all of them before the loops, which have no registers for them.
+    The column's number is copied, which the compiler cannot see through. Otherwise it would compute
+    all pointers before the loops, which have no registers for them.
     """
     state_ptr, slot_ptr, column = state_of
     column = gl.inline_asm_elementwise(
@@ -90,9 +93,9 @@ def _places(
 @gluon.jit
 def _chunk_of(lists, chunk):
     """The first token, number of tokens and of blocks, and number of the first block."""
-    length = gl.load(lists[3] + chunk)
+    length = gl.load(lists[_LENGTH] + chunk)
     count = (length + _BLOCK - 1) // _BLOCK
-    return gl.load(lists[0] + chunk), length, count, gl.load(lists[4] + chunk)
+    return gl.load(lists[_FIRST] + chunk), length, count, gl.load(lists[_NUMBER] + chunk)
 
 
 @gluon.jit
@@ -117,10 +120,10 @@ def _carry(
     at = 0
     for chunk in range(gl.program_id(0), CHUNKS, gl.num_programs(0)):
         first, length, count, _ = _chunk_of(lists, chunk)
-        kept = gl.load(lists[5] + chunk)
-        state_of = state_ptr, lists[1] + chunk, column
+        kept = gl.load(lists[_KEPT] + chunk)
+        state_of = state_ptr, lists[_SLOT] + chunk, column
         places = _places(state_of, slot_size, layout, KEY, VALUE)
-        goes_on = (gl.load(lists[2] + chunk) > 0) & (length > 0)
+        goes_on = (gl.load(lists[_POSITION] + chunk) > 0) & (length > 0)
         there, _ = gl.broadcast(goes_on, places)
         state = gl.load(places, mask=there, other=0.0)
         target = out_ptr + (first.to(gl.int64) * value_heads + head) * VALUE + column
@@ -138,7 +141,7 @@ def _carry(
             _store(out, results.index(stage), target, free.index(stage), left, value_heads * VALUE)
             target += _BLOCK * value_heads * VALUE
             if block + 1 == kept:
-                kept_of = state_ptr, lists[6] + chunk, column
+                kept_of = state_ptr, lists[_KEPT_SLOT] + chunk, column
                 gl.store(_places(kept_of, slot_size, layout, KEY, VALUE), state)
             at += 1
         if length > 0:
@@ -153,7 +156,7 @@ def _block(rings, stage, state, layout: gl.constexpr, KEY: gl.constexpr):
     k = k_ring.index(stage)
     solved = solved_ring.index(stage)
     factors = factor_ring.index(stage)
-    # ptxas has sums that it reads wait for all products.
+    # Both parts come first: ptxas waits for all products before it reads what one has summed.
     high, low = _left(state, _BLOCK), _left(_rest(state), _BLOCK)
     found = warpgroup_mma(high, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     found = warpgroup_mma(low, k.permute((1, 0)), found, is_async=True)
