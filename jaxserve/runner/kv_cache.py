@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from jax.typing import DTypeLike
 
 from jaxserve.config import CacheConfig, ConfigError, PagedGroup
-from jaxserve.model_spec import ModelSpec, StateLayers
+from jaxserve.model_spec import ModelSpec
 from jaxserve.models.drafts.spec import DraftSpec
 from jaxserve.runner import draft_cache
 from jaxserve_kernels.kv_format import CacheShape, KVFormat, PageLayout
@@ -131,12 +132,9 @@ def cache_config(
         own_tokens=own_tokens,
         snapshots=snapshots,
         snapshot_stride=max(SNAPSHOT_STRIDE, page_size),
-        **({} if spec.state is None else _of_state(spec.state)),
+        state_block=1 if spec.state is None else spec.state.delta_net.block,
+        most_prompts=sys.maxsize if spec.state is None else MOST_PROMPTS,
     )
-
-
-def _of_state(state: StateLayers) -> dict[str, int]:
-    return {"state_block": state.delta_net.block, "most_prompts": MOST_PROMPTS}
 
 
 def page_bytes(
