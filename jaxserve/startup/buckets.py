@@ -14,8 +14,8 @@ GPU_DECODE = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 GPU_PREFILL = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 CPU_DECODE = (1, 4, 16, 64)
 CPU_PREFILL = (16, 64, 256)
-# (rows, positions per row). Up to 64 positions in total, a step takes hardly longer than one with as
-# many decode rows. Up to about 200, it reads the matrices once.
+# (rows, positions per row). Up to 64 positions in total, a step takes hardly longer than one with
+# as many decode rows. Up to about 200, it reads the matrices once.
 GPU_VERIFY = ((1, 8), (2, 8), (4, 8), (8, 4), (8, 8), (16, 4), (32, 4), (64, 2), (128, 2))
 _FREE_POSITIONS = 32
 """Positions of a verify step that fit into the memory of any engine."""
