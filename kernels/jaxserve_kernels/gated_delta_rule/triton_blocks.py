@@ -20,14 +20,12 @@ from jax import Array, lax
 from triton import jit
 
 from jaxserve_kernels.gated_delta_rule import hopper_blocks
+from jaxserve_kernels.gated_delta_rule.blocks import blocks_of, counts_of, most_blocks
 from jaxserve_kernels.gated_delta_rule.reference import (
     RuleConfig,
     RuleTokens,
     RuleWeights,
-    blocks_of,
-    counts_of,
     decay_and_beta,
-    most_blocks,
 )
 from jaxserve_kernels.recurrent_state import RecurrentStep
 from jaxserve_kernels.target import Target
