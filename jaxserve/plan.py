@@ -51,8 +51,8 @@ class StateCopy(NamedTuple):
 
     Slots of snapshots (`CacheConfig.snapshots`) follow the slots of sequences and the padding slot.
     A row that begins at position 0 begins with zero state, whatever its slot holds. A row of a
-    prompt begins at a multiple of `CacheConfig.state_block`, and ends at one or not before the
-    prompt. So the cuts between rows never change which positions form a block.
+    prompt begins at a multiple of `CacheConfig.state_block`, and ends at one or not before the end
+    of the prompt. So the cuts between rows never change which positions form a block.
     """
 
     source: int

@@ -227,10 +227,12 @@ class _Stopwatch:
         tokens need less power, and a GPU at its power limit computes them a seventh faster.
 
         The prefill is split into rows of the longest sequence, because entries after a slot's page
-        table belong to the next slot. It ends when no slot is left.
+        table belong to the next slot. It ends when no slot is left, or with the most prompts of a
+        step.
         """
         most = self._longest - start
-        cuts = range(0, tokens, most)[: self._slots - slot]
+        rows = min(self._slots - slot, self._config.cache.most_prompts)
+        cuts = range(0, tokens, most)[:rows]
         return [
             Row(slot + index, slot + index, start, self._ids[cut : min(cut + most, tokens)], True)
             for index, cut in enumerate(cuts)

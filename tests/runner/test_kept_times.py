@@ -133,6 +133,19 @@ def test_measured_prompts_end_with_their_rows(clock: SimpleNamespace) -> None:
     )
 
 
+@pytest.mark.parametrize(("most", "expected"), [(1, 1), (16, 2)])
+def test_measured_steps_have_as_few_prompts_as_served_ones(
+    clock: SimpleNamespace, most: int, expected: int
+) -> None:
+    """A bucket of 32 tokens holds two of the longest sequences."""
+    made = make_config(max_model_len=16)
+    config = replace(made, cache=replace(made.cache, most_prompts=most))
+    runner: Any = _Recorder(clock)
+    measure.measure(runner, config)
+    prompts = [sum(bool(row.tokens) for row in plan.rows) for plan in runner.plans]
+    assert max(prompts) == expected
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -124,14 +124,15 @@ def _reads_int8(
     """Whether `triton_streaming` reads x in int8, if the norm before it writes both forms."""
     if not takes_int8(operand) or x.shape[1] < w.gate_up.shape[2]:
         return False
-    if x.shape[0] <= limits_of(target).scored_tokens or _each(ids, w) <= INT8_ABOVE:
+    few = _each(ids, w.gate_up.shape[0]) <= INT8_ABOVE
+    if few or x.shape[0] <= limits_of(target).scored_tokens:
         return False
     return isinstance(_streaming(x, ids, w, int8=True, target=target), Config)
 
 
-def _each(ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights) -> int:
+def _each(ids: Array | jax.ShapeDtypeStruct, experts: int) -> int:
     """The mean number of tokens for each expert, rounded up."""
-    return -(-ids.size // w.gate_up.shape[0])
+    return -(-ids.size // experts)
 
 
 def format_of(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
@@ -205,7 +206,7 @@ def _launch(
     refusal = unlike(rows, depth, inputs, weight)
     if refusal is not None:
         return refusal
-    each = -(-ids.size // experts)  # mean tokens per expert
+    each = _each(ids, experts)
     tokens = 16 if each <= 8 else 32 if each <= 20 else 64 if each <= 48 else 128
     if weight.operand is not None:
         tokens = min(tokens, 64)
@@ -257,7 +258,7 @@ def _streaming(
         most = STREAMED[found.operand.kind]
         if int8 and found.operand.kind is Kind.INT4:
             most = STREAMED_INT8
-        if _each(ids, w) > most:
+        if _each(ids, weight.shape[0]) > most:
             return Refusal(f"more than {most} tokens for each expert, if all had as many")
         in_int8 = int8 and name == "gate_up"
         launches[name] = _streaming_launch(name, weight.shape, ids, found, target, int8=in_int8)
@@ -281,7 +282,7 @@ def _streaming_launch(
     tuned = tables.launch("experts", known, ids.shape[0], target=target)
     if tuned is not None:
         return Launch(**tuned)
-    each = -(-ids.size // experts)
+    each = _each(ids, experts)
     tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
     ahead = _ahead(name, experts, ids, weight) if name == "gate_up" else 0
     short = kind is Kind.FP8 or tokens > 16 or shape[2] < 256
