@@ -63,11 +63,14 @@ from jaxserve_kernels.experts.config import (
 from jaxserve_kernels.target import Target
 
 MANY = 512
-"""From this many rows on, products are bound by compute: no chain, and no dense comparison."""
+"""From this many rows on, products are bound by compute: no dense comparison."""
+
+CHAINED = 64
+"""Up to this many rows, the layers of a decode step are a chain."""
 
 MOST_ERROR, MOST_ERROR_INT8, MOST_ERROR_E4M3 = 1e-2, 2e-2, 6e-2
 """Of a layer's result, relative to the definition: hidden and parts are rounded to bfloat16, tokens
-of int4 weights sometimes to int8, and many tokens of quantised weights to e4m3."""
+of 4-bit weights sometimes to int8, and many tokens of quantised weights to e4m3."""
 
 TRIES = {
     8: [(64, 4, 4, 16, 0), (128, 4, 4, 16, 0), (128, 4, 4, 8, 4), (64, 2, 4, 8, 4)],
@@ -245,11 +248,11 @@ def is_right(case: Case, built: Built, sizes: Model, stacked: ExpertWeights) -> 
     x, logits, *_ = built.args
     layer: Any = jax.tree.map(lambda leaf: leaf[0], stacked)
     own = x, logits[0], layer, sizes.routing, sizes.activation
-    error = relative_error(*own, chain=case.rows < MANY, target=built.target)
-    many = case.rows >= MANY and case.format != "bf16"
+    error = relative_error(*own, chain=case.rows <= CHAINED, target=built.target)
     form = token_format(x, sizes.top_k, layer, target=built.target)
-    int8 = form is not None and form.dtype == jnp.int8
-    most = MOST_ERROR_E4M3 if many else MOST_ERROR_INT8 if int8 else MOST_ERROR
+    most = MOST_ERROR
+    if form is not None:
+        most = MOST_ERROR_INT8 if form.dtype == jnp.int8 else MOST_ERROR_E4M3
     if not error < most:
         print(f"{case}: WRONG, it differs by {error:.1e} from the definition", flush=True)
     return error < most
@@ -290,7 +293,7 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
         return function(x, logits, norm, w, sizes, target=target)
 
     def program(*args: Any) -> Any:
-        if case.rows >= MANY:
+        if case.rows > CHAINED:
             return chain(*args, target=target)
         return pdl.call(chain, *args, target=target)
 

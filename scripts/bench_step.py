@@ -99,7 +99,7 @@ def main() -> None:
         with turn(args.turns):
             for batch in args.batch:
                 if fits(config, batch, args.context[0], PROFILED + WARM):
-                    profile(runner, config, batch, args.context[0])
+                    profile(runner, config, batch, args.context[0], args.temperature)
     earlier = json.loads(args.compare.read_text()) if args.compare else None
     show(result, earlier)
     if earlier and args.assert_ratio:
@@ -282,8 +282,10 @@ def over_touched(
     return found
 
 
-def profile(runner: Runner, config: RunnerConfig, batch: int, context: int) -> None:
-    plans = decode_plans(config, batch, context, PROFILED + 4, 0.0)
+def profile(
+    runner: Runner, config: RunnerConfig, batch: int, context: int, temperature: float
+) -> None:
+    plans = decode_plans(config, batch, context, PROFILED + 4, temperature)
     profile_plans(runner, plans, f"batch {batch}, context {context}")
 
 

@@ -16,6 +16,7 @@ from jaxserve.models.awq import quantize_layer_awq
 from jaxserve.models.calibration import layer_statistics
 from jaxserve.models.layer_weights import Layer, layer_views
 from jaxserve_kernels import weights
+from jaxserve_kernels.weights import layout
 from jaxserve_kernels.weights.hqq import quantize_int4_hqq
 from lab.embedded.chat import Encoder
 from lab.embedded.data import tokenizer_texts
@@ -90,11 +91,21 @@ def _copied(quantize: Quantize) -> Quantize:
     return lambda weight: weights.e4m3_copy(quantize(weight)).dequantize()
 
 
+def _mxfp4_in_int8(weight: jax.Array) -> jax.Array:
+    """What kernels that multiply MXFP4 with int8 tokens have: values rounded to a sixteenth of the
+    power of their row's largest block."""
+    found = weights.quantize_mxfp4(weight)
+    power = layout.untile_rows(found.largest).astype(jnp.int32) - (127 + 4)
+    step = jnp.ldexp(jnp.float32(1.0), power)
+    return jnp.round(found.dequantize() / step) * step
+
+
 LAYERS: dict[str, Quantize] = {
     "int8-rtn": _values(weights.quantize_int8),
     "fp8-rtn": _values(weights.quantize_fp8),
     "nvfp4-rtn": _values(weights.quantize_nvfp4),
     "mxfp4-rtn": _values(weights.quantize_mxfp4),
+    "mxfp4-in-int8": _mxfp4_in_int8,
     "int4-rtn": _values(weights.quantize_int4),
     "nvfp4-copy": _copied(weights.quantize_nvfp4),
     "int4-copy": _copied(weights.quantize_int4),

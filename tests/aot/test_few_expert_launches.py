@@ -109,17 +109,19 @@ def test_a_shared_expert_takes_no_kernels_of_its_own(tokens: int) -> None:
     assert found == [*before, "_product", "_product"]
 
 
-@pytest.mark.parametrize(("count", "tokens", "programs", "tile"), [
-    (128, 64, 3, 8), (32, 32, 3, 16), (32, 64, 2, 32),
+@pytest.mark.parametrize(("name", "sizes", "tokens", "programs", "tile"), [
+    ("int4", (128, *QWEN[1:]), 64, 3, 8), ("int4", (32, *QWEN[1:]), 32, 3, 16),
+    ("int4", (32, *QWEN[1:]), 64, 2, 32), ("mxfp4", GPT_OSS, 32, 3, 8),
+    ("mxfp4", GPT_OSS, 64, 3, 16), ("mxfp4", (16, *GPT_OSS[1:]), 64, 2, 32),
 ])  # fmt: skip
 def test_gate_and_up_of_int8_tokens_convert_no_codes_to_bfloat16(
-    count: int, tokens: int, programs: int, tile: int,
+    name: str, sizes: Any, tokens: int, programs: int, tile: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In tiles of every size, whose programs fit a multiprocessor. The router reads plain
     tokens."""
     monkeypatch.setattr(config, "INT8_ABOVE", 0)
-    *before, gate_up, _ = launches_of((count, *QWEN[1:]), "int4", tokens, UNCHECKED)
+    *before, gate_up, _ = launches_of(sizes, name, tokens, UNCHECKED)
     names = [each.code.name for each in before]
     assert names == ["_also_quantizing", "_linear", "_route", "_order"]
     assert programs * (gate_up.code.shared_bytes + 1024) <= TARGET.gpu.shared_memory

@@ -23,6 +23,7 @@ from jaxserve_kernels.experts import (
     token_format,
 )
 from jaxserve_kernels.matmul import BothForms
+from jaxserve_kernels.tables import LIMITS
 from jaxserve_kernels.target import CPU, REFERENCE, Target
 
 type Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -272,10 +273,13 @@ def test_the_norm_and_the_scores_of_few_tokens(tokens: int, embed: int, rows: in
 @pytest.mark.parametrize("tokens", [24, 64])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_experts_read_the_int8_tokens_of_the_norm(tokens: int, shared: bool, early: bool) -> None:
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_experts_read_the_int8_tokens_of_the_norm(
+    name: str, tokens: int, shared: bool, early: bool
+) -> None:
     """In tiles of 16 and 32 tokens. The definition gets the rounded tokens; hidden is rounded to
     bfloat16 by the kernels only."""
-    x, *_, w = made(tokens, (16, 4, 384, 256), FORMATS["int4"], dtype=jnp.bfloat16)
+    x, *_, w = made(tokens, (16, 4, 384, 256), FORMATS[name], dtype=jnp.bfloat16)
     keys = jax.random.split(jax.random.key(tokens), 2)
     update = jax.random.normal(keys[0], (3, tokens, 384))
     router = jax.random.normal(keys[1], (17, 384)).astype(jnp.bfloat16) / 20
@@ -296,7 +300,8 @@ def test_experts_read_the_int8_tokens_of_the_norm(tokens: int, shared: bool, ear
         return normed.plain, scores, parts
 
     def launch(*args: Any) -> Any:
-        target = Target.here()
+        limits = {"hopper_tokens_mxfp4": 24}
+        target = Target.here().with_tuned({("experts", LIMITS): limits})
         return pdl.call(call, *args, target=target) if early else call(*args, target=target)
 
     normed, scores, found = jax.jit(launch)(*given)

@@ -43,21 +43,22 @@ def add_and_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
-    CLUSTER: tl.constexpr = 1,
+    CLUSTER: tl.constexpr = 1, TAKEN: tl.constexpr = None,
 ):  # fmt: skip
     """Stores the program's row, or piece of a row, plus its updates. Returns the norm, in x's
-    dtype.
+    dtype. TAKEN: columns of a piece. The last one may have fewer.
 
     The distance of an update's parts is a multiple of a constant. Otherwise the compiler could not
     tell that they are aligned, and would load elements one by one. AT_ONCE: load all parts before
     any is added (see `triton_loads`).
     """
     row = (tl.program_id(0) // CLUSTER).to(tl.int64) * embed
-    taken: tl.constexpr = embed // CLUSTER
     column = tl.arange(0, BLOCK)
-    mask = column < taken
+    mask = column < (TAKEN if CLUSTER > 1 else embed)
     if CLUSTER > 1:
-        column += tl.program_id(0) % CLUSTER * taken
+        column += tl.program_id(0) % CLUSTER * TAKEN
+        if embed % TAKEN:
+            mask &= column < embed
         space = begin_cluster()
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if BIAS:
@@ -97,13 +98,13 @@ def _add_rms_norm(
     x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr, out_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, CLUSTER: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    TAKEN: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER, TAKEN,
     )  # fmt: skip
-    _store(normed, out_ptr, embed // CLUSTER)
+    _store(normed, out_ptr, embed, CLUSTER, TAKEN)
 
 
 @triton.jit
@@ -111,16 +112,16 @@ def _quantizing(
     x_ptr, update_ptr, weight_ptr, bias_ptr, padded, total_ptr, codes_ptr, scale_ptr, sum_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, CLUSTER: tl.constexpr,
-    GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr, BESIDE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, EARLY: tl.constexpr = False,
+    TAKEN: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr,
+    BESIDE: tl.constexpr, SCALE_GROUP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER, TAKEN,
     )  # fmt: skip
     _quantize(
         normed, padded, codes_ptr, scale_ptr, sum_ptr,
-        CLUSTER, GROUP, ORDER, INPUTS, BESIDE, SCALE_GROUP,
+        CLUSTER, TAKEN, GROUP, ORDER, INPUTS, BESIDE, SCALE_GROUP,
     )  # fmt: skip
 
 
@@ -130,33 +131,37 @@ def _also_quantizing(
     total_ptr, out_ptr, codes_ptr, scale_ptr, sum_ptr,
     embed: tl.constexpr, eps: tl.constexpr, parts: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, CLUSTER: tl.constexpr,
-    GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr, BESIDE: tl.constexpr,
-    SCALE_GROUP: tl.constexpr, EARLY: tl.constexpr = False,
+    TAKEN: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr,
+    BESIDE: tl.constexpr, SCALE_GROUP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     normed = add_and_norm(
         x_ptr, update_ptr, weight_ptr, bias_ptr, total_ptr,
-        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER,
+        embed, eps, parts, BIAS, BLOCK, AT_ONCE, EARLY, CLUSTER, TAKEN,
     )  # fmt: skip
-    _store(normed, out_ptr, embed // CLUSTER)
+    _store(normed, out_ptr, embed, CLUSTER, TAKEN)
     _quantize(
         normed, padded, codes_ptr, scale_ptr, sum_ptr,
-        CLUSTER, GROUP, ORDER, INPUTS, BESIDE, SCALE_GROUP,
+        CLUSTER, TAKEN, GROUP, ORDER, INPUTS, BESIDE, SCALE_GROUP,
     )  # fmt: skip
 
 
 @triton.jit
-def _store(normed, out_ptr, taken: tl.constexpr):
+def _store(
+    normed, out_ptr, embed: tl.constexpr, CLUSTER: tl.constexpr, TAKEN: tl.constexpr
+):  # fmt: skip
     """Stores the program's row, or piece of one."""
-    column = tl.arange(0, normed.shape[0])
-    at = tl.program_id(0).to(tl.int64) * taken + column
-    tl.store(out_ptr + at, normed, mask=column < taken)
+    token, piece = tl.program_id(0) // CLUSTER, tl.program_id(0) % CLUSTER
+    own = tl.arange(0, normed.shape[0])
+    column = piece * TAKEN + own
+    mask = (own < TAKEN) & (column < embed)
+    tl.store(out_ptr + token.to(tl.int64) * embed + column, normed, mask=mask)
 
 
 @triton.jit
 def _quantize(
     normed, padded, codes_ptr, scale_ptr, sum_ptr,
-    CLUSTER: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr, INPUTS: tl.constexpr,
-    BESIDE: tl.constexpr, SCALE_GROUP: tl.constexpr,
+    CLUSTER: tl.constexpr, TAKEN: tl.constexpr, GROUP: tl.constexpr, ORDER: tl.constexpr,
+    INPUTS: tl.constexpr, BESIDE: tl.constexpr, SCALE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Quantises and stores the program's row, or piece of one: see `TokenFormat`."""
     wide = normed.to(tl.float32)
@@ -164,7 +169,7 @@ def _quantize(
         token, piece = tl.program_id(0) // CLUSTER, tl.program_id(0) % CLUSTER
         store_scaled_groups(
             wide, token, padded, piece, codes_ptr, scale_ptr, sum_ptr,
-            INPUTS, SCALE_GROUP, GROUP > 0, CLUSTER,
+            INPUTS, TAKEN, SCALE_GROUP, ORDER, GROUP > 0,
         )  # fmt: skip
     else:
         store_quantized(
@@ -173,11 +178,17 @@ def _quantize(
         )  # fmt: skip
 
 
-def programs_of(embed: int, inputs: int = 8) -> int:
-    """Programs that share a row: the fewest that have the smallest block, in pieces of whole
-    `inputs`. By default pieces can be loaded 16 bytes at a time."""
-    sizes = [each for each in range(1, _MOST_PROGRAMS + 1) if embed % (inputs * each) == 0] or [1]
-    return min(sizes, key=lambda each: triton.next_power_of_2(embed // each))
+def pieces_of(size: int, inputs: int = 8) -> tuple[int, int]:
+    """Programs that share a row of `size` columns, and the columns of each but the last, which may
+    have fewer: the fewest programs with the smallest block, in pieces of whole `inputs`. By default
+    pieces can be loaded 16 bytes at a time."""
+
+    def taken(programs: int) -> int:
+        return triton.cdiv(size, programs * inputs) * inputs
+
+    sizes = [each for each in range(1, _MOST_PROGRAMS + 1) if taken(each) * (each - 1) < size]
+    best = min(sizes, key=lambda each: triton.next_power_of_2(taken(each)))
+    return best, taken(best)
 
 
 def add_rms_norm(
@@ -195,10 +206,11 @@ def add_rms_norm(
     tokens, embed = x.shape
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     groups = 0 if form is None else form.scale_group
+    size = embed if form is None else form.inputs or embed
     in_pieces = form is None or groups > 0
     shared = target.pdl and target.runs_hopper_kernels() and tokens <= _ALONE and in_pieces
-    cluster = programs_of(embed, groups or 8) if shared else 1
-    block = triton.next_power_of_2(embed // cluster)
+    cluster, taken = pieces_of(size, groups or 8) if shared else (1, size)
+    block = triton.next_power_of_2(taken)
     few = max(1 if shared else 4, min(16, block // 128))
     warps = few if tokens <= _ALONE else 8 if embed > 2048 else 4
     launch: dict[str, Any] = {
@@ -207,6 +219,7 @@ def add_rms_norm(
         "embed": embed, "eps": eps, "parts": update.shape[0],
         "BIAS": bias is not None, "BLOCK": block,
         "AT_ONCE": update.shape[0] * block <= _HELD * 32 * warps, "CLUSTER": cluster,
+        "TAKEN": taken,
     }  # fmt: skip
     inputs = x, update, weight, weight if bias is None else bias
     if form is None:
@@ -218,9 +231,8 @@ def add_rms_norm(
             out_type=(row, row),
             **launch,
         )  # fmt: skip
-    inputs_of_reader = form.inputs or embed
     form_of_reader = {
-        "GROUP": form.group, "ORDER": form.order.value, "INPUTS": inputs_of_reader,
+        "GROUP": form.group, "ORDER": form.order.value, "INPUTS": size,
         "BESIDE": form.beside, "SCALE_GROUP": form.scale_group,
     }  # fmt: skip
     if both:
@@ -229,7 +241,7 @@ def add_rms_norm(
             kernel=_also_quantizing,
             name="add_rms_norm_also_quantizing",
             target=target,
-            out_type=(row, row, *out_types(tokens, inputs_of_reader, form)),
+            out_type=(row, row, *out_types(tokens, size, form)),
             **form_of_reader, **launch,
         )  # fmt: skip
         return total, BothForms(normed, QuantizedTokens(*quantized))
@@ -238,7 +250,7 @@ def add_rms_norm(
         kernel=_quantizing,
         name="add_rms_norm_quantizing",
         target=target,
-        out_type=(row, *out_types(tokens, inputs_of_reader, form)),
+        out_type=(row, *out_types(tokens, size, form)),
         **form_of_reader, **launch,
     )  # fmt: skip
     return total, QuantizedTokens(*quantized)

@@ -31,6 +31,7 @@ class Limits(NamedTuple):
     most_parts_tokens: int
     hopper_tokens: int
     hopper_tokens_e4m3: int
+    hopper_tokens_mxfp4: int
     few_tokens: int
     scored_tokens: int
     ordered_tokens: int
@@ -85,9 +86,11 @@ def hopper_refuses(
     if target.pdl:
         return Refusal("not with programmatic dependent launch")
     limits = limits_of(target)
-    gate_up = stacked(w.gate_up)
-    in_bytes = gate_up is not None and tokens_in_bytes(gate_up)
-    least = limits.hopper_tokens_e4m3 if in_bytes else limits.hopper_tokens
+    gate_up, least = stacked(w.gate_up), limits.hopper_tokens
+    if gate_up is not None and tokens_in_bytes(gate_up):
+        assert gate_up.operand is not None
+        in_mxfp4 = gate_up.operand.kind is Kind.MXFP4
+        least = limits.hopper_tokens_mxfp4 if in_mxfp4 else limits.hopper_tokens_e4m3
     if ids.size < least * w.gate_up.shape[0]:
         return Refusal(f"fewer than {least} tokens for each expert")
     if x.dtype != jnp.bfloat16:
@@ -122,7 +125,7 @@ def _reads_int8(
     x: Array, ids: jax.ShapeDtypeStruct, w: ExpertWeights, operand: Operand, target: Target
 ) -> bool:
     """Whether `triton_streaming` reads x in int8, if the norm before it writes both forms."""
-    if not takes_int8(operand) or x.shape[1] < w.gate_up.shape[2]:
+    if not (takes_int8(operand) or operand.kind is Kind.MXFP4):
         return False
     few = _each(ids, w.gate_up.shape[0]) <= INT8_ABOVE
     if few or x.shape[0] <= limits_of(target).scored_tokens:
@@ -285,7 +288,7 @@ def _streaming_launch(
     each = _each(ids, experts)
     tokens = 8 if each <= 4 else 16 if each <= 8 else 32 if each <= 32 else 64
     ahead = _ahead(name, experts, ids, weight) if name == "gate_up" else 0
-    short = kind is Kind.FP8 or tokens > 16 or shape[2] < 256
+    short = kind is Kind.FP8 or tokens > 16 or shape[2] < 256 or (int8 and kind is Kind.MXFP4)
     depth = 128 if short or (kind is Kind.INT4 and tokens == 8) else 256
     launch = Launch(rows=128, tokens=tokens, depth=depth, ahead=ahead)
     programs = _resident(launch, weight, each=ids.size / experts)

@@ -43,7 +43,9 @@ from jaxserve_kernels.experts.triton_streaming_copies import (
 )
 from jaxserve_kernels.experts.types import ExpertActivation, ExpertWeights, Order
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, int8_form, plain
+from jaxserve_kernels.quantized_matmul.triton_arguments import MXFP4
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, less_bias
+from jaxserve_kernels.quantized_matmul.triton_mxfp4_int8_k_step import tables
 from jaxserve_kernels.quantized_matmul.triton_results import scaled
 from jaxserve_kernels.quantized_matmul.triton_rings import (
     add_tiles,
@@ -56,6 +58,8 @@ from jaxserve_kernels.quantized_matmul.triton_rings import (
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+
+_MXFP4 = gl.constexpr(MXFP4.value)
 
 
 @gluon.jit
@@ -107,7 +111,7 @@ def _finish(
 
 @gluon.jit
 def _product(
-    x_ptr, factor_ptr, sum_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr,
+    x_ptr, factor_ptr, sum_ptr, table_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr,
     shared_scale_ptr, shared_second_ptr, bias_ptr, early_ends_ptr, order_ptr, weights_ptr,
     scores_ptr, tokens, out_ptr,
     experts: gl.constexpr, choices: gl.constexpr, n: gl.constexpr, k: gl.constexpr,
@@ -158,6 +162,8 @@ def _product(
     second = expert_at(second_ptr, shared_second_ptr, expert, shared, second_size, SHARED > 0)
     weight = weight_source(packed, scale, second, n, k, GATED, KIND, GROUP, ROWS, WARPS)
     of_rows = scales_of_rows(scale, n, GATED, groups_of(KIND, GROUP), ROWS, mma)
+    if dtype == gl.int8 and KIND == _MXFP4:
+        of_rows = scales_of_rows(second, n, GATED, 0, ROWS, mma).to(gl.int32)
     for k_step in gl.static_range(ahead):
         copy_codes(rings, weight, k_step, k_step, tiles, KIND, GROUP, ZERO, ROWS, K_TILES)
         async_copy.commit_group()
@@ -184,13 +190,15 @@ def _product(
         copy_tokens(x_rings, own, free, later, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
         async_copy.commit_group()
         acc = add_tiles(
-            acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO, bias, biased
+            acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO, bias, biased, of_rows,
+            table_ptr,
         )  # fmt: skip
         slot = gl.where(slot == ahead, 0, slot + 1)
     if tiles % K_TILES > 0:
         wait_for_copies(0, TOKENS)
         acc = add_tiles(
-            acc, rings, slot, x_rings, slot, tiles % K_TILES, KIND, GROUP, ZERO, bias, biased
+            acc, rings, slot, x_rings, slot, tiles % K_TILES, KIND, GROUP, ZERO, bias, biased,
+            of_rows, table_ptr,
         )  # fmt: skip
     acc = scaled(acc, of_rows, dtype, KIND, groups_of(KIND, GROUP))
     bias_ptr += expert.to(gl.int64) * (n if GATED == DOWN else 2 * n)
@@ -231,18 +239,19 @@ def experts(
     constants = {"scored": 0, "parts": 0} if scores is None else {
         "scored": scores.shape[2], "parts": scores.shape[0],
     }  # fmt: skip
+    read = _read(x)
     hidden = triton_call(
-        *_read(x), *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
+        *read, *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
         kernel=_product,
         name=f"experts_gate_up_streaming_{type(w.gate_up).__name__}",
         target=target,
         out_type=jax.ShapeDtypeStruct((ids.size + more * tokens, w.width), x.dtype),
         GATED=OSS.value if activation == "swiglu_oss" else gating(activation),
-        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, plain(x), w.width, more, target),
+        **_launch(config.gate_up, w.gate_up, w.gate_up_bias, ids, read[0], w.width, more, target),
         **constants,
     )  # fmt: skip
     return triton_call(
-        hidden, hidden, hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
+        hidden, hidden, hidden, hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
         kernel=_product,
         name=f"experts_down_streaming_{type(w.down).__name__}",
         target=target,
@@ -253,10 +262,13 @@ def experts(
     )  # fmt: skip
 
 
-def _read(x: Array | BothForms) -> tuple[Array, Array, Array]:
-    """Tokens as kernel arguments: in int8, their scales and sums; or plain ones three times."""
+def _read(x: Array | BothForms) -> tuple[Array, Array, Array, Array]:
+    """Tokens as kernel arguments: in int8, their scales and sums, and MXFP4's tables; or plain ones
+    four times."""
     found = int8_form(x)
-    return (plain(x),) * 3 if found is None else (found.codes, found.scale, found.sums)
+    if found is None:
+        return (plain(x),) * 4
+    return found.codes, found.scale, found.sums, jnp.asarray(tables())
 
 
 def _launch(

@@ -100,8 +100,8 @@ def token_source(
     GATED: gl.constexpr, KIND: gl.constexpr, SHARED: gl.constexpr, TOKENS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Pointers to the program's tokens, whose inputs are in the order of the planes, and to the
-    scales and sums of int8 ones: see `copy_tokens`."""
+    """Pointers to the program's tokens and to the scales and sums of int8 ones: see `copy_tokens`.
+    Plain tokens are copied in the order of the planes; int8 ones have the product's order."""
     x_ptr, factor_ptr, sum_ptr = x
     wide: gl.constexpr = 16 if x_ptr.dtype.element_ty == gl.int8 else 8  # 16 bytes
     copy: gl.constexpr = gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [WARPS, 1], [1, 0])
@@ -109,7 +109,9 @@ def token_source(
         order_ptr, begin, end, shared, tokens, choices, GATED, SHARED, TOKENS,
         gl.SliceLayout(1, copy),
     )  # fmt: skip
-    depth = of_planes(gl.arange(0, 128, gl.SliceLayout(0, copy)), KIND)[None, :]
+    depth = gl.arange(0, 128, gl.SliceLayout(0, copy))[None, :]
+    if x_ptr.dtype.element_ty != gl.int8:
+        depth = of_planes(depth, KIND)
     x = x_ptr + (token.to(gl.int64) * columns)[:, None] + depth
     one = 0
     has_factor = False

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NVFP4
 from jaxserve_kernels.quantized_matmul.triton_int8_k_step import SIXTEENTH
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP
-from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER
+from jaxserve_kernels.quantized_matmul.triton_unpack import MXFP4_POWER, power
 from jaxserve_kernels.triton_activation import gated_sums
 
 _INT4 = gl.constexpr(INT4.value)
@@ -40,8 +40,11 @@ def sums_at(partial_ptr, index, acc):
 @gluon.jit
 def scaled(acc, of_rows, dtype: gl.constexpr, KIND: gl.constexpr, groups: gl.constexpr):
     """The sums, from what `triton_rings.add_tiles` has added up for tokens of `dtype`. of_rows: the
-    scales of rows, if they have one each. groups: other scales of a row and tile."""
-    if dtype == gl.int8:
+    scales of rows, if they have one each; their largest exponents, of MXFP4 with int8 tokens.
+    groups: other scales of a row and tile."""
+    if dtype == gl.int8 and KIND == _MXFP4:
+        acc *= power(gl.maximum(of_rows - 4, 0))[:, None]
+    elif dtype == gl.int8:
         acc *= SIXTEENTH
     elif KIND == _INT4:
         acc *= 64.0  # less_zero

@@ -12,12 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, NO_ZERO, NVFP4
+from jaxserve_kernels.quantized_matmul.triton_arguments import INT4, MXFP4, NO_ZERO, NVFP4
 from jaxserve_kernels.quantized_matmul.triton_int8_k_step import add_int8_k_steps
 from jaxserve_kernels.quantized_matmul.triton_k_step import MOST_BY_A_WARP, add_k_steps
+from jaxserve_kernels.quantized_matmul.triton_mxfp4_int8_k_step import add_mxfp4_int8_k_steps
 from jaxserve_kernels.quantized_matmul.triton_planes import of_planes
 from jaxserve_kernels.quantized_matmul.triton_results import rows_of
 
+_MXFP4 = gl.constexpr(MXFP4.value)
 _NO_ZERO = gl.constexpr(NO_ZERO.value)
 
 
@@ -214,14 +216,16 @@ def wait_for_copies(behind: gl.constexpr, TOKENS: gl.constexpr):
 def add_tiles(
     acc, weight, place, own, own_place,
     COUNT: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr,
-    bias=0, BIASED: gl.constexpr = False,
+    bias=0, BIASED: gl.constexpr = False, largest=0, table_ptr=0,
 ):  # fmt: skip
     """Adds the products of a k-step's first COUNT tiles. weight: rings of words, scales and zero
     points, and the k-step's place there. own: those of tokens, and of int8 ones' scales and sums.
-    bias, BIASED: see `add_k_steps`."""
+    bias, BIASED: see `add_k_steps`. largest, table_ptr: see `add_mxfp4_int8_k_steps`."""
     words, scales, zeros = weight[0].index(place), weight[1].index(place), weight[2].index(place)
     x, factors, sums = own[0].index(own_place), own[1].index(own_place), own[2].index(own_place)
-    if x.dtype == gl.int8:
+    if x.dtype == gl.int8 and KIND == _MXFP4:
+        acc = add_mxfp4_int8_k_steps(acc, words, scales, x, factors, largest, table_ptr, COUNT)
+    elif x.dtype == gl.int8:
         acc = add_int8_k_steps(acc, words, scales, zeros, x, factors, sums, COUNT, ZERO)
     else:
         acc = add_k_steps(

@@ -15,7 +15,7 @@ from jaxserve_kernels.quantized_matmul.triton_unpack import each
 
 
 @gluon.constexpr_function
-def _layout(rows: Any) -> Any:
+def layout_of_words(rows: Any) -> Any:
     """Layout of words [rows, 32] of a warpgroup. A thread has rows as in a left operand; 32 rows
     are half of one."""
     more = {32: [], 64: [8], 128: [8, 64]}[rows]
@@ -42,7 +42,7 @@ def looked_up(codes, exponents, largest):
     and smaller ones count as 2^-12, without their 0.5.
     """
     rows: gl.constexpr = codes.shape[0]
-    words = codes.load(_layout(rows)).reshape([rows, 4, 8])
+    words = codes.load(layout_of_words(rows)).reshape([rows, 4, 8])
     of_block: gl.constexpr = gl.SliceLayout(2, words.type.layout)
     largest = gl.convert_layout(largest, gl.SliceLayout(1, of_block), assert_trivial=True)
     down = gl.expand_dims(largest, 1) - exponents.load(of_block).to(gl.int32)

@@ -112,9 +112,11 @@ class TokenFormat(NamedTuple):
 
 
 def int8_format(operand: Operand, tokens: int) -> TokenFormat:
-    """The format of int8 tokens that are multiplied with 4-bit integers in groups."""
+    """The format of int8 tokens that are multiplied with 4-bit integers in groups of 128, or with
+    MXFP4."""
     group = operand.group if operand.zero else 0
-    return TokenFormat(jnp.int8, Order.BYTES, group, tokens, scale_group=operand.group)
+    order = Order.EIGHTHS if operand.kind == Kind.MXFP4 else Order.BYTES
+    return TokenFormat(jnp.int8, order, group, tokens, scale_group=128)
 
 
 def format_for(weight: Quantized, tokens: int, config: Config) -> TokenFormat:

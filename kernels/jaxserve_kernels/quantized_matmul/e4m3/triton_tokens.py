@@ -76,12 +76,13 @@ def store_quantized(
 @triton.jit
 def store_scaled_groups(
     x, token, tokens, piece, codes_ptr, scale_ptr, sum_ptr,
-    k: tl.constexpr, SCALE_GROUP: tl.constexpr, SUMS: tl.constexpr, CLUSTER: tl.constexpr = 1,
+    k: tl.constexpr, taken: tl.constexpr, SCALE_GROUP: tl.constexpr, ORDER: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises a token, or the `piece`-th of CLUSTER pieces of it, to int8 with a scale for each
-    SCALE_GROUP inputs, and stores it. x: its inputs in float32, padded with zeros to a power of
-    two. SUMS: also stores the sums of each group's codes."""
-    taken: tl.constexpr = k // CLUSTER
+    """Quantises a token, or the `piece`-th of its pieces of `taken` inputs, to int8 with a scale
+    for each SCALE_GROUP inputs, and stores it. x: its inputs in float32, padded with zeros to a
+    power of two. The last piece may have fewer. SUMS: also stores the sums of each group's codes.
+    """
     block: tl.constexpr = x.shape[0]
     groups: tl.constexpr = block // SCALE_GROUP
     grouped = tl.reshape(x, (groups, SCALE_GROUP))
@@ -89,16 +90,33 @@ def store_scaled_groups(
     values = grouped * (1.0 / tl.where(scale > 0.0, scale, 1.0))[:, None]
     values = (values + 12582912.0) - 12582912.0  # to the nearest
     group = tl.arange(0, groups)
+    own = taken
+    if k % taken:
+        own = tl.minimum(k - piece * taken, taken)
+    there = group < own // SCALE_GROUP
     at = (piece * (taken // SCALE_GROUP) + group) * tokens + token
-    tl.store(scale_ptr + at, scale, mask=group < taken // SCALE_GROUP)
+    tl.store(scale_ptr + at, scale, mask=there)
     if SUMS:
-        tl.store(sum_ptr + at, tl.sum(values, axis=1), mask=group < taken // SCALE_GROUP)
+        tl.store(sum_ptr + at, tl.sum(values, axis=1), mask=there)
     codes_ptr += token.to(tl.int64) * k + piece * taken
-    _store_pairs(tl.reshape(values.to(tl.int8), (block,)), codes_ptr, taken)
+    codes = tl.reshape(values.to(tl.int8), (block,))
+    if ORDER == _EIGHTHS:
+        _store_eighths(codes, codes_ptr, own)
+    else:
+        _store_pairs(codes, codes_ptr, own)
 
 
 @triton.jit
-def _store_pairs(codes, codes_ptr, k: tl.constexpr):
+def _store_eighths(codes, codes_ptr, k):
+    """Stores each 128 codes as eight times the 16 inputs that are eight inputs apart."""
+    blocks: tl.constexpr = codes.shape[0] // 128
+    codes = tl.permute(tl.reshape(codes, (blocks, 16, 8)), (0, 2, 1))
+    place = tl.arange(0, blocks * 128)
+    tl.store(codes_ptr + place, tl.reshape(codes, (blocks * 128,)), mask=place < k)
+
+
+@triton.jit
+def _store_pairs(codes, codes_ptr, k):
     """Stores codes as pairs: an input beside the one that is 64 inputs later."""
     blocks: tl.constexpr = codes.shape[0] // 128
     halves = tl.reshape(codes.to(tl.uint8, bitcast=True), (blocks, 2, 64))
@@ -153,20 +171,24 @@ def _quantize(
 @triton.jit
 def _quantize_groups(
     x_ptr, tokens, codes_ptr, scale_ptr, sum_ptr,
-    k: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, SCALE_GROUP: tl.constexpr,
-    SUMS: tl.constexpr, EARLY: tl.constexpr = False,
+    columns: tl.constexpr, k: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE_GROUP: tl.constexpr, ORDER: tl.constexpr, SUMS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """A program quantises one of a token's PIECES."""
+    """A program quantises one of the PIECES of a token, which has `columns` inputs."""
     token, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
+    taken: tl.constexpr = k // PIECES
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    place = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * (k // PIECES) + place
-    x = tl.load(x_ptr + at, mask=place < k // PIECES, other=0.0).to(tl.float32)
+    own = tl.arange(0, BLOCK)
+    place = piece * taken + own
+    there = (own < taken) & (place < columns)
+    x = tl.load(x_ptr + token.to(tl.int64) * columns + place, mask=there, other=0.0)
     store_scaled_groups(
-        x, token, tokens, piece, codes_ptr, scale_ptr, sum_ptr, k, SCALE_GROUP, SUMS, PIECES
-    )
+        x.to(tl.float32), token, tokens, piece, codes_ptr, scale_ptr, sum_ptr,
+        k, taken, SCALE_GROUP, ORDER, SUMS,
+    )  # fmt: skip
 
 
 def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens:
@@ -193,7 +215,8 @@ def quantized(x: Array, form: TokenFormat, *, target: Target) -> QuantizedTokens
 
 
 def _quantized_groups(x: Array, form: TokenFormat, target: Target) -> QuantizedTokens:
-    tokens, k = x.shape
+    tokens, columns = x.shape
+    k = form.inputs or columns
     groups = k // form.scale_group
     pieces = next(n for n in range(1, groups + 1) if groups % n == 0 and k // n <= _PIECE)
     return QuantizedTokens(
@@ -205,8 +228,8 @@ def _quantized_groups(x: Array, form: TokenFormat, target: Target) -> QuantizedT
             out_type=out_types(tokens, k, form),
             grid=(tokens * pieces,),
             num_warps=4,
-            k=k, PIECES=pieces, BLOCK=triton.next_power_of_2(k // pieces),
-            SCALE_GROUP=form.scale_group, SUMS=form.group > 0,
+            columns=columns, k=k, PIECES=pieces, BLOCK=triton.next_power_of_2(k // pieces),
+            SCALE_GROUP=form.scale_group, ORDER=form.order.value, SUMS=form.group > 0,
         )
     )  # fmt: skip
 
