@@ -168,6 +168,23 @@ def large_models() -> str:
     return table(head, rows, "large_models_h200")
 
 
+def large_first_tokens() -> str:
+    rows = [
+        [
+            f"{loop['model']} {loop['weights']}",
+            *(
+                f"{point[kind]['p50']:.0f}"
+                for point in loop["first_token"]
+                for kind in ("cold_ttft_ms", "hit_ttft_ms")
+            ),
+        ]
+        for loop in measured("large_models_h200")["loops"]
+        if "first_token" in loop
+    ]
+    head = ["TTFT, ms", "1,024 tokens, new", "cached", "4,096 tokens, new", "cached"]
+    return table(head, rows, "large_models_h200")
+
+
 def kv_speed() -> str:
     rows: list[list[str]] = []
     for name in ("bf16", "int8", "kvarn_k4v2_g128"):
@@ -286,6 +303,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight-steps": weight_steps,
     "experts": experts,
     "expert-steps": expert_steps,
+    "large-first-tokens": large_first_tokens,
     "large-models": large_models,
     "kv-speed": kv_speed,
     "policies": policies,
