@@ -160,6 +160,74 @@ def _sigmoid(gate_ptr, valid, stride: gl.constexpr, parts: gl.constexpr):
 
 
 @gluon.jit
+def _fill(
+    kv_ptr, first_page, table, keys, values, begin, end, position, kv_head,
+    kv_heads: gl.constexpr, PAGE: gl.constexpr, copy: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Copies the first blocks into the rings of keys and values [stages, keys, dim], all in flight
+    at once."""
+    STAGES: gl.constexpr = keys.shape[0]
+    KEYS: gl.constexpr = keys.shape[1]
+    pages = ()
+    for stage in gl.static_range(STAGES):
+        page = gl.load(table + gl.minimum(begin + stage, end - 1) // (PAGE // KEYS))
+        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
+    for stage in gl.static_range(STAGES):
+        if begin + stage < end:
+            _copy(
+                kv_ptr, first_page + pages[stage], keys, values, begin + stage, stage, position,
+                kv_head, kv_heads, keys.shape[2], PAGE, KEYS, copy, WINDOW,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+
+@gluon.jit
+def _own_key(
+    target, low, high, row, group: gl.constexpr, scale: gl.constexpr, sums: gl.constexpr
+):  # fmt: skip
+    """Stores the token's own key and value, rows `group` and the next one of low and high [rows,
+    groups, half]. Returns its score for each query, and the value [dim]."""
+    HALF: gl.constexpr = low.shape[2]
+    DIM: gl.constexpr = 2 * low.shape[1] * HALF
+    own = (row == group) | (row == group + 1)
+    gl.store(target, low.to(gl.bfloat16), mask=own)
+    gl.store(target + HALF, high.to(gl.bfloat16), mask=own)
+    score = low * _of_row(low, row, group) + high * _of_row(high, row, group)
+    score = gl.sum(gl.sum(score, axis=2), axis=1)
+    score = gl.convert_layout(score * scale, gl.SliceLayout(1, sums))
+    value = _joined(_of_row(low, row, group + 1), _of_row(high, row, group + 1))
+    return score, gl.convert_layout(gl.reshape(value, [DIM]), gl.SliceLayout(0, sums))
+
+
+@gluon.jit
+def _store(
+    acc, peak, weight, of_token, out_ptr, part_ptr, peak_ptr, weight_ptr, token, tile, kv_head,
+    split, alone, stride: gl.constexpr, parts: gl.constexpr, q_heads: gl.constexpr,
+    kv_heads: gl.constexpr, GATED: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Stores the attention's result, times its gates. If other splits have visited some blocks
+    (not `alone`): the sums, for `merged`."""
+    ROWS: gl.constexpr = acc.shape[0]
+    DIM: gl.constexpr = acc.shape[1]
+    group: gl.constexpr = q_heads // kv_heads
+    query = gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+    out_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, acc.type.layout)), 0)
+    valid = gl.expand_dims(query < group, 1)
+    if alone:
+        out = (acc / gl.expand_dims(weight, 1)).to(gl.bfloat16)
+        q_head = kv_head * group + gl.expand_dims(query, 1)
+        if GATED:
+            gate = of_token + (2 * q_head + 1) * DIM + out_dim
+            out = (out * _sigmoid(gate, valid, stride, parts)).to(gl.bfloat16)
+        gl.store(out_ptr + (token * q_heads + q_head) * DIM + out_dim, out, mask=valid)
+    elif SPLITS > 1:
+        place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + query
+        gl.store(part_ptr + gl.expand_dims(place, 1) * DIM + out_dim, acc, mask=valid)
+        gl.store(peak_ptr + place, peak, mask=query < group)
+        gl.store(weight_ptr + place, weight, mask=query < group)
+
+
+@gluon.jit
 def _attend(
     qkv_ptr, kv_ptr, first_page, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
     page_ptr, offset_ptr, table_ptr, first_ptr, length_ptr, slot_ptr, position_ptr, sinks_ptr,
@@ -186,7 +254,6 @@ def _attend(
     flat_half: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, flat))
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     sums_row: gl.constexpr = gl.SliceLayout(1, sums)
-    sums_dim: gl.constexpr = gl.SliceLayout(0, sums)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     tile_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
 
@@ -211,18 +278,10 @@ def _attend(
 
     keys = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], tile_layout)
     values = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DIM], tile_layout)
-    pages = ()
-    for stage in gl.static_range(STAGES):  # all copies in flight at once
-        page = gl.load(table + gl.minimum(begin + stage, end - 1) // (PAGE // KEYS))
-        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
-    for stage in gl.static_range(STAGES):
-        if begin + stage < end:
-            _copy(
-                kv_ptr, first_page + pages[stage], keys, values, begin + stage, stage, position,
-                kv_head, kv_heads, DIM, PAGE, KEYS, copy, WINDOW,
-            )  # fmt: skip
-        async_copy.commit_group()
-
+    _fill(
+        kv_ptr, first_page, table, keys, values, begin, end, position,
+        kv_head, kv_heads, PAGE, copy, WINDOW,
+    )  # fmt: skip
     row = gl.expand_dims(gl.expand_dims(gl.arange(0, ROWS, flat_row), 1), 2)
     dim = gl.expand_dims(gl.expand_dims(gl.arange(0, GROUPS, flat_group), 0), 2) * (2 * HALF)
     dim = dim + gl.expand_dims(gl.expand_dims(gl.arange(0, HALF, flat_half), 0), 1)
@@ -257,14 +316,7 @@ def _attend(
     if owner:
         kv_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + new_offset
         target = kv_ptr + (kv_row + gl.where(is_value, PAGE, 0)) * DIM + dim
-        own = (row == group) | (row == group + 1)
-        gl.store(target, low.to(gl.bfloat16), mask=own)
-        gl.store(target + HALF, high.to(gl.bfloat16), mask=own)
-        score = low * _of_row(low, row, group) + high * _of_row(high, row, group)
-        score = gl.sum(gl.sum(score, axis=2), axis=1)
-        peak = gl.convert_layout(score * scale, sums_row)
-        value = _joined(_of_row(low, row, group + 1), _of_row(high, row, group + 1))
-        value = gl.convert_layout(gl.reshape(value, [DIM]), sums_dim)
+        peak, value = _own_key(target, low, high, row, group, scale, sums)
         acc += gl.expand_dims(value, 0)
         own_weight = 1.0
 
@@ -289,22 +341,10 @@ def _attend(
             )  # fmt: skip
         async_copy.commit_group()
     weight = gl.sum(weights, axis=1) + new_weight
-
-    query = gl.arange(0, ROWS, sums_row)
-    out_dim = gl.expand_dims(gl.arange(0, DIM, sums_dim), 0)
-    valid = gl.expand_dims(query < group, 1)
-    if per_split >= blocks:  # the first split has visited everything
-        out = (acc / gl.expand_dims(weight, 1)).to(gl.bfloat16)
-        q_head = kv_head * group + gl.expand_dims(query, 1)
-        if GATED:
-            gate = of_token + (2 * q_head + 1) * DIM + out_dim
-            out = (out * _sigmoid(gate, valid, stride, parts)).to(gl.bfloat16)
-        gl.store(out_ptr + (token * q_heads + q_head) * DIM + out_dim, out, mask=valid)
-    elif SPLITS > 1:
-        place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + query
-        gl.store(part_ptr + gl.expand_dims(place, 1) * DIM + out_dim, acc, mask=valid)
-        gl.store(peak_ptr + place, peak, mask=query < group)
-        gl.store(weight_ptr + place, weight, mask=query < group)
+    _store(
+        acc, peak, weight, of_token, out_ptr, part_ptr, peak_ptr, weight_ptr, token, tile, kv_head,
+        split, per_split >= blocks, stride, parts, q_heads, kv_heads, GATED, SPLITS,
+    )  # fmt: skip
 
 
 def fits(kv: Array, dtype: DTypeLike, *, q_heads: int) -> bool:
