@@ -25,8 +25,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from jaxserve_kernels.attention_inputs import HeadWeights, KVSlots
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.reference import QueryTiles
-from jaxserve_kernels.paged_attention.triton_heads import rounded
 from jaxserve_kernels.paged_attention.triton_merge import merged, part_types
+from jaxserve_kernels.paged_attention.triton_streaming_heads import (
+    head_weights,
+    joined,
+    own_heads,
+    own_key,
+    sigmoid,
+)
 from jaxserve_kernels.paged_attention.triton_visits import MASKED, pages_of_split
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
@@ -52,67 +58,6 @@ def _copy(
     source = kv_ptr + gl.expand_dims(row + place, 1) * DIM + dim
     async_copy.async_load(keys.index(stage), source, mask=there)
     async_copy.async_load(values.index(stage), source + PAGE * DIM, mask=there)
-
-
-@gluon.jit
-def _joined(low, high):
-    """Concatenates the halves of rotated groups: [rows, groups, half] each, to [rows, dim]."""
-    dim: gl.constexpr = 2 * low.shape[1] * low.shape[2]
-    return gl.reshape(gl.permute(gl.join(low, high), (0, 1, 3, 2)), [low.shape[0], dim])
-
-
-@gluon.jit
-def _of_row(x, row, index: gl.constexpr):
-    """One row of x, [1, groups, half]."""
-    return gl.expand_dims(gl.sum(gl.where(row == index, x, 0.0), axis=0), 0)
-
-
-@gluon.jit
-def _head_weights(
-    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, is_query, dim, half: gl.constexpr
-):  # fmt: skip
-    """Loads what no earlier kernel writes: norm weights of both halves, cosines and sines. Only the
-    first `half` dimensions of a head, and the `half` that follow, are rotated."""
-    norms = ()
-    if q_norm_ptr is not None:
-        for side in gl.static_range(2):
-            q_norm = gl.load(q_norm_ptr + dim + side * half)
-            k_norm = gl.load(k_norm_ptr + dim + side * half)
-            norms = norms + (gl.where(is_query, q_norm, k_norm),)  # noqa: RUF005
-    rotated = dim < half
-    cos = gl.load(cos_ptr + token * half + dim, mask=rotated, other=1.0)
-    sin = gl.load(sin_ptr + token * half + dim, mask=rotated, other=0.0)
-    return norms, cos, sin
-
-
-@gluon.jit
-def _heads(
-    source, low, high, norms, cos, sin, is_value, there,
-    stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, half: gl.constexpr,
-    layout: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    """A token's heads from the projection's partial sums, as halves of rotated groups [rows,
-    groups, half] in float32, rounded where the reference rounds. `source` points to the low half's
-    elements in the first part; `low` and `high` are the bias. Rows that are not `there` are
-    padding."""
-    if EARLY:
-        gdc_wait()
-    for part in gl.static_range(parts):
-        low += gl.load(source + part * stride, mask=there, other=0.0)
-        high += gl.load(source + (part * stride + half), mask=there, other=0.0)
-    low, high = rounded(low), rounded(high)
-    y_low, y_high = low, high
-    if len(norms) > 0:
-        mean = gl.sum(gl.sum(low * low + high * high, axis=2), axis=1)
-        mean = mean / (2 * low.shape[1] * low.shape[2])
-        scale = gl.expand_dims(gl.expand_dims(gl.rsqrt(mean + eps), 1), 2)
-        y_low, y_high = low * scale, high * scale
-        if norms[0].dtype == gl.bfloat16:
-            y_low, y_high = rounded(y_low), rounded(y_high)
-        y_low, y_high = rounded(y_low * norms[0]), rounded(y_high * norms[1])
-    turned_low = rounded(y_low * cos - y_high * sin)
-    turned_high = rounded(y_high * cos + y_low * sin)
-    return gl.where(is_value, low, turned_low), gl.where(is_value, high, turned_high)
 
 
 @gluon.jit
@@ -151,15 +96,6 @@ def _visit(
 
 
 @gluon.jit
-def _sigmoid(gate_ptr, valid, stride: gl.constexpr, parts: gl.constexpr):
-    """The sigmoids of gates, which are partial sums, rounded where the reference rounds."""
-    gate = gl.load(gate_ptr, mask=valid, other=0.0).to(gl.float32)
-    for part in gl.static_range(1, parts):
-        gate += gl.load(gate_ptr + part * stride, mask=valid, other=0.0)
-    return rounded(1.0 / (1.0 + gl.exp(-rounded(gate))))
-
-
-@gluon.jit
 def _fill(
     kv_ptr, first_page, table, keys, values, begin, end, position, kv_head,
     kv_heads: gl.constexpr, PAGE: gl.constexpr, copy: gl.constexpr, WINDOW: gl.constexpr,
@@ -182,24 +118,6 @@ def _fill(
 
 
 @gluon.jit
-def _own_key(
-    target, low, high, row, group: gl.constexpr, scale: gl.constexpr, sums: gl.constexpr
-):  # fmt: skip
-    """Stores the token's own key and value, rows `group` and the next one of low and high [rows,
-    groups, half]. Returns its score for each query, and the value [dim]."""
-    HALF: gl.constexpr = low.shape[2]
-    DIM: gl.constexpr = 2 * low.shape[1] * HALF
-    own = (row == group) | (row == group + 1)
-    gl.store(target, low.to(gl.bfloat16), mask=own)
-    gl.store(target + HALF, high.to(gl.bfloat16), mask=own)
-    score = low * _of_row(low, row, group) + high * _of_row(high, row, group)
-    score = gl.sum(gl.sum(score, axis=2), axis=1)
-    score = gl.convert_layout(score * scale, gl.SliceLayout(1, sums))
-    value = _joined(_of_row(low, row, group + 1), _of_row(high, row, group + 1))
-    return score, gl.convert_layout(gl.reshape(value, [DIM]), gl.SliceLayout(0, sums))
-
-
-@gluon.jit
 def _store(
     acc, peak, weight, of_token, out_ptr, part_ptr, peak_ptr, weight_ptr, token, tile, kv_head,
     split, alone, stride: gl.constexpr, parts: gl.constexpr, q_heads: gl.constexpr,
@@ -218,7 +136,7 @@ def _store(
         q_head = kv_head * group + gl.expand_dims(query, 1)
         if GATED:
             gate = of_token + (2 * q_head + 1) * DIM + out_dim
-            out = (out * _sigmoid(gate, valid, stride, parts)).to(gl.bfloat16)
+            out = (out * sigmoid(gate, valid, stride, parts)).to(gl.bfloat16)
         gl.store(out_ptr + (token * q_heads + q_head) * DIM + out_dim, out, mask=valid)
     elif SPLITS > 1:
         place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + query
@@ -288,7 +206,7 @@ def _attend(
     is_value = row > group
     head = gl.where(row < group, (1 + GATED) * (kv_head * group + row), queries + kv_head)
     column = (head + gl.where(is_value, kv_heads, 0)) * DIM + dim
-    norms, cos, sin = _head_weights(
+    norms, cos, sin = head_weights(
         q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, token, row < group, dim, HALF
     )  # fmt: skip
     low = gl.zeros([ROWS, GROUPS, HALF], gl.float32, flat)
@@ -303,11 +221,11 @@ def _attend(
     new_page = first_page + gl.load(page_ptr + token)
     new_offset = gl.load(offset_ptr + token)
     of_token = qkv_ptr + token * ((queries + 2 * kv_heads) * DIM)
-    low, high = _heads(
+    low, high = own_heads(
         of_token + column, low, high, norms, cos, sin, is_value, row < group + 2,
         stride, parts, eps, HALF, flat, EARLY,
     )  # fmt: skip
-    q = gl.convert_layout(_joined(low.to(gl.bfloat16), high.to(gl.bfloat16)), left)
+    q = gl.convert_layout(joined(low.to(gl.bfloat16), high.to(gl.bfloat16)), left)
 
     peak = gl.full([ROWS], MASKED, gl.float32, sums_row)
     weights = gl.zeros([ROWS, KEYS], gl.float32, sums)
@@ -316,7 +234,7 @@ def _attend(
     if owner:
         kv_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE) + new_offset
         target = kv_ptr + (kv_row + gl.where(is_value, PAGE, 0)) * DIM + dim
-        peak, value = _own_key(target, low, high, row, group, scale, sums)
+        peak, value = own_key(target, low, high, row, group, scale, sums)
         acc += gl.expand_dims(value, 0)
         own_weight = 1.0
 

@@ -67,7 +67,6 @@ def _attend(
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     tile = gl.program_id(0)
     kv_head = gl.program_id(1)
@@ -93,18 +92,10 @@ def _attend(
     tiles = ring.reinterpret(gl.int16, [STAGES * TILES, WARPS, KEYS, HALF], spread)
     scales_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, PAGE], plain)
     scales = scales_ring.reinterpret(gl.float32, [STAGES * 2, WARPS, KEYS], plain)
-    pages = ()
-    for stage in gl.static_range(STAGES):  # all copies in flight at once
-        page = gl.load(table + gl.minimum(begin + stage, end - 1))
-        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
-    for stage in gl.static_range(STAGES):
-        if begin + stage < end:
-            row = ((first_page + pages[stage]).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
-            copy_page(
-                kv_ptr, scales_ptr, row, position - (begin + stage) * PAGE,
-                ring.index(stage), scales_ring.index(stage), PAGE, HALF, KIND, WINDOW,
-            )  # fmt: skip
-        async_copy.commit_group()
+    _fill(
+        kv_ptr, scales_ptr, first_page, table, ring, scales_ring, begin, end, position, kv_head,
+        kv_heads, KIND, WINDOW,
+    )  # fmt: skip
     new_page = first_page + gl.load(page_ptr + token)
     new_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
     new_row += gl.load(offset_ptr + token)
@@ -154,22 +145,7 @@ def _attend(
             )  # fmt: skip
         async_copy.commit_group()
 
-    peaks_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    weights_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    found_shape: gl.constexpr = [2, WARPS, ROWS, HALF]
-    spread_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [3, 2, 1, 0])
-    spread_2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    acc = gl.permute(gl.join(acc_low, acc_high), (3, 0, 2, 1))
-    gl.barrier()  # all warps have finished reading the ring
-    ring.reinterpret(gl.float32, found_shape, spread_4).store(acc)
-    peaks_mem.store(peak)
-    weights_mem.store(gl.sum(weights, axis=1))
-    low, high, peak, weight = of_all_warps(
-        ring.reinterpret(gl.float32, [2 * WARPS, ROWS, HALF], spread_2),
-        peaks_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
-        weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
-        flat,
-    )  # fmt: skip
+    low, high, peak, weight = _joined(ring, peak, weights, acc_low, acc_high, flat)
     if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
         if split == 0:
             sink = gl.load(sinks_ptr + kv_head * group + row, mask=row < group, other=0.0)
@@ -187,6 +163,54 @@ def _attend(
         _store(part_ptr, place, low, high, group)
         gl.store(peak_ptr + place, peak, mask=row < group)
         gl.store(weight_ptr + place, weight, mask=row < group)
+
+
+@gluon.jit
+def _fill(
+    kv_ptr, scales_ptr, first_page, table, ring, scales_ring, begin, end, position, kv_head,
+    kv_heads: gl.constexpr, KIND: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Copies the first pages into the ring, all in flight at once."""
+    STAGES: gl.constexpr = ring.shape[0]
+    PAGE: gl.constexpr = ring.shape[2]
+    pages = ()
+    for stage in gl.static_range(STAGES):
+        page = gl.load(table + gl.minimum(begin + stage, end - 1))
+        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
+    for stage in gl.static_range(STAGES):
+        if begin + stage < end:
+            row = ((first_page + pages[stage]).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+            copy_page(
+                kv_ptr, scales_ptr, row, position - (begin + stage) * PAGE,
+                ring.index(stage), scales_ring.index(stage), PAGE, ring.shape[3], KIND, WINDOW,
+            )  # fmt: skip
+        async_copy.commit_group()
+
+
+@gluon.jit
+def _joined(ring, peak, weights, acc_low, acc_high, flat: gl.constexpr):
+    """The softmax of all warps: both halves of its sums [rows, half], its peaks and its weights.
+    Takes the memory of the ring."""
+    WARPS: gl.constexpr = acc_low.shape[0]
+    HALF: gl.constexpr = acc_low.shape[1]
+    ROWS: gl.constexpr = acc_low.shape[2]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    spread_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [3, 2, 1, 0])
+    spread_2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    peaks_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
+    weights_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
+    acc = gl.permute(gl.join(acc_low, acc_high), (3, 0, 2, 1))
+    gl.barrier()  # all warps have finished reading the ring
+    ring.reinterpret(gl.float32, [2, WARPS, ROWS, HALF], spread_4).store(acc)
+    peaks_mem.store(peak)
+    weights_mem.store(gl.sum(weights, axis=1))
+    return of_all_warps(
+        ring.reinterpret(gl.float32, [2 * WARPS, ROWS, HALF], spread_2),
+        peaks_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
+        weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
+        flat,
+    )  # fmt: skip
 
 
 @gluon.jit
