@@ -110,6 +110,44 @@ def _finish(
 
 
 @gluon.jit
+def _sums(
+    rings, x_rings, weight, own, of_rows, table_ptr, tokens,
+    mma: gl.constexpr, tiles: gl.constexpr, columns: gl.constexpr,
+    KIND: gl.constexpr, GROUP: gl.constexpr, ZERO: gl.constexpr, TOKENS: gl.constexpr,
+    ROWS: gl.constexpr, K_TILES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The program's rows times its tokens, [rows, tokens] in the layout `mma`, before `scaled`. All
+    but one of the rings' slots have been requested; `weight` and `own` are the sources of the
+    others."""
+    dtype: gl.constexpr = x_rings[0].dtype
+    ahead: gl.constexpr = STAGES - 1
+    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP and dtype != gl.int8
+    bias = less_bias(ROWS, mma) if biased else 0
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
+    slot = 0
+    # Not unrolled: the grid has no third dimension.
+    for k_step in range(tiles // K_TILES + gl.program_id(2)):
+        wait_for_copies(ahead - 1, TOKENS)
+        free = gl.where(slot == 0, ahead, slot - 1)
+        later = k_step + ahead
+        copy_codes(rings, weight, free, later, tiles, KIND, GROUP, ZERO, ROWS, K_TILES)
+        copy_tokens(x_rings, own, free, later, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
+        async_copy.commit_group()
+        acc = add_tiles(
+            acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO, bias, biased, of_rows,
+            table_ptr,
+        )  # fmt: skip
+        slot = gl.where(slot == ahead, 0, slot + 1)
+    if tiles % K_TILES > 0:
+        wait_for_copies(0, TOKENS)
+        acc = add_tiles(
+            acc, rings, slot, x_rings, slot, tiles % K_TILES, KIND, GROUP, ZERO, bias, biased,
+            of_rows, table_ptr,
+        )  # fmt: skip
+    return acc
+
+
+@gluon.jit
 def _product(
     x_ptr, factor_ptr, sum_ptr, table_ptr, packed_ptr, scale_ptr, second_ptr, shared_packed_ptr,
     shared_scale_ptr, shared_second_ptr, bias_ptr, early_ends_ptr, order_ptr, weights_ptr,
@@ -177,29 +215,10 @@ def _product(
         copy_tokens(x_rings, own, k_step, k_step, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
         async_copy.commit_group()
 
-    biased: gl.constexpr = TOKENS <= MOST_BY_A_WARP and dtype != gl.int8
-    bias = less_bias(ROWS, mma) if biased else 0
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, mma)
-    slot = 0
-    # Not unrolled: the grid has no third dimension.
-    for k_step in range(tiles // K_TILES + gl.program_id(2)):
-        wait_for_copies(ahead - 1, TOKENS)
-        free = gl.where(slot == 0, ahead, slot - 1)
-        later = k_step + ahead
-        copy_codes(rings, weight, free, later, tiles, KIND, GROUP, ZERO, ROWS, K_TILES)
-        copy_tokens(x_rings, own, free, later, tokens, tiles, columns, ZERO, TOKENS, K_TILES)
-        async_copy.commit_group()
-        acc = add_tiles(
-            acc, rings, slot, x_rings, slot, K_TILES, KIND, GROUP, ZERO, bias, biased, of_rows,
-            table_ptr,
-        )  # fmt: skip
-        slot = gl.where(slot == ahead, 0, slot + 1)
-    if tiles % K_TILES > 0:
-        wait_for_copies(0, TOKENS)
-        acc = add_tiles(
-            acc, rings, slot, x_rings, slot, tiles % K_TILES, KIND, GROUP, ZERO, bias, biased,
-            of_rows, table_ptr,
-        )  # fmt: skip
+    acc = _sums(
+        rings, x_rings, weight, own, of_rows, table_ptr, tokens, mma, tiles, columns,
+        KIND, GROUP, ZERO, TOKENS, ROWS, K_TILES, STAGES,
+    )  # fmt: skip
     acc = scaled(acc, of_rows, dtype, KIND, groups_of(KIND, GROUP))
     bias_ptr += expert.to(gl.int64) * (n if GATED == DOWN else 2 * n)
     _finish(
