@@ -150,11 +150,13 @@ def _store(
     normed, out_ptr, embed: tl.constexpr, CLUSTER: tl.constexpr, TAKEN: tl.constexpr
 ):  # fmt: skip
     """Stores the program's row, or piece of one."""
-    token, piece = tl.program_id(0) // CLUSTER, tl.program_id(0) % CLUSTER
     own = tl.arange(0, normed.shape[0])
-    column = piece * TAKEN + own
-    mask = (own < TAKEN) & (column < embed)
-    tl.store(out_ptr + token.to(tl.int64) * embed + column, normed, mask=mask)
+    at = tl.program_id(0).to(tl.int64) * TAKEN + own
+    mask = own < TAKEN
+    if embed < CLUSTER * TAKEN:  # the last piece is shorter
+        at -= tl.program_id(0) // CLUSTER * (CLUSTER * TAKEN - embed)
+        mask &= tl.program_id(0) % CLUSTER * TAKEN + own < embed
+    tl.store(out_ptr + at, normed, mask=mask)
 
 
 @triton.jit

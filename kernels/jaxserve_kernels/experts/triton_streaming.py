@@ -58,6 +58,7 @@ from jaxserve_kernels.quantized_matmul.triton_rings import (
 )
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
+from jaxserve_kernels.weights import Mxfp4Weight
 
 _MXFP4 = gl.constexpr(MXFP4.value)
 
@@ -258,7 +259,7 @@ def experts(
     constants = {"scored": 0, "parts": 0} if scores is None else {
         "scored": scores.shape[2], "parts": scores.shape[0],
     }  # fmt: skip
-    read = _read(x)
+    read = _read(x, w.gate_up)
     hidden = triton_call(
         *read, *expert_arrays(w.gate_up, every.gate_up, w.gate_up_bias), *lists,
         kernel=_product,
@@ -270,7 +271,7 @@ def experts(
         **constants,
     )  # fmt: skip
     return triton_call(
-        hidden, hidden, hidden, hidden, *expert_arrays(w.down, every.down, w.down_bias), *lists,
+        hidden, hidden, hidden, None, *expert_arrays(w.down, every.down, w.down_bias), *lists,
         kernel=_product,
         name=f"experts_down_streaming_{type(w.down).__name__}",
         target=target,
@@ -281,13 +282,14 @@ def experts(
     )  # fmt: skip
 
 
-def _read(x: Array | BothForms) -> tuple[Array, Array, Array, Array]:
-    """Tokens as kernel arguments: in int8, their scales and sums, and MXFP4's tables; or plain ones
-    four times."""
+def _read(x: Array | BothForms, weight: Any) -> tuple[Array, Array, Array, Array | None]:
+    """Tokens as kernel arguments: in int8, their scales and sums, and the tables for an MXFP4
+    weight; or plain ones three times."""
     found = int8_form(x)
     if found is None:
-        return (plain(x),) * 4
-    return found.codes, found.scale, found.sums, jnp.asarray(tables())
+        return *(plain(x),) * 3, None
+    mxfp4 = isinstance(weight, Mxfp4Weight)
+    return found.codes, found.scale, found.sums, jnp.asarray(tables()) if mxfp4 else None
 
 
 def _launch(

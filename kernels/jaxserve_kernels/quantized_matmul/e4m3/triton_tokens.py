@@ -182,11 +182,14 @@ def _quantize_groups(
         gdc_launch_dependents()
         gdc_wait()
     own = tl.arange(0, BLOCK)
-    place = piece * taken + own
-    there = (own < taken) & (place < columns)
-    x = tl.load(x_ptr + token.to(tl.int64) * columns + place, mask=there, other=0.0)
+    at = tl.program_id(0).to(tl.int64) * taken + own
+    there = own < taken
+    if columns < k:
+        at -= token * (k - columns)
+        there &= piece * taken + own < columns
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
     store_scaled_groups(
-        x.to(tl.float32), token, tokens, piece, codes_ptr, scale_ptr, sum_ptr,
+        x, token, tokens, piece, codes_ptr, scale_ptr, sum_ptr,
         k, taken, SCALE_GROUP, ORDER, SUMS,
     )  # fmt: skip
 
