@@ -146,6 +146,43 @@ def _own_key(
 
 
 @gluon.jit
+def _copy(
+    index, stage, page, rings, arrays, where, kv_heads: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    """Copies a unit of the context into a stage of the rings."""
+    ring, scales_ring = rings
+    key_words_ptr, value_words_ptr, scales_ptr, raw_ptr = arrays
+    first_tile, own_tile, sink_units, raw_units, offset, kv_head = where
+    copy_unit(
+        index, stage, page, ring, scales_ring, key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
+        first_tile, own_tile, sink_units, raw_units, offset, kv_head,
+        kv_heads, scales_ring.shape[2], ring.shape[3], BITS, ring.shape[2],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _store(out_ptr, first, found, row, group: gl.constexpr):
+    """Stores the attention's results of the queries, heads from `first` on."""
+    x0, x1, x2, x3, _, weight = found
+    DIM: gl.constexpr = 4 * x0.shape[1]
+    share = gl.expand_dims(1.0 / weight, 1)
+    x0, x1, x2, x3 = rotated(x0 * share, x1 * share, x2 * share, x3 * share)
+    store_heads(out_ptr + (first + row) * DIM, x0, x1, x2, x3, row < group)
+
+
+@gluon.jit
+def _store_part(sums_ptr, peak_ptr, weight_ptr, part, found, row, group: gl.constexpr):
+    """Stores the sums of one of several splits, from row `part` on."""
+    x0, x1, x2, x3, top, weight = found
+    ROWS: gl.constexpr = x0.shape[0]
+    DIM: gl.constexpr = 4 * x0.shape[1]
+    store_heads(sums_ptr + (part + row) * DIM, x0, x1, x2, x3, row < group)
+    query = gl.arange(0, ROWS, gl.SliceLayout(1, x0.type.layout))
+    gl.store(peak_ptr + part + query, top, mask=query < group)
+    gl.store(weight_ptr + part + query, weight, mask=query < group)
+
+
+@gluon.jit
 def _attend(
     qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr,
     key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
@@ -206,18 +243,16 @@ def _attend(
     table = table_ptr + slot * table_stride
     first_tile = (first_slot + slot) * 2
     own_tile = first_tile + gl.where(own > 0, 1, 0)
+    rings = ring, scales_ring
+    arrays = key_words_ptr, value_words_ptr, scales_ptr, raw_ptr
+    where = first_tile, own_tile, sink_units, raw_units, offset, kv_head
     pages = ()
     for stage in gl.static_range(STAGES):  # all copies in flight at once
         number = gl.minimum(gl.maximum(begin + stage - raw_units + 1, 0), own)
         pages = pages + (first_page + gl.load(table + number),)  # noqa: RUF005  (as Triton knows)
     for stage in gl.static_range(STAGES):
         if begin + stage < stop:
-            copy_unit(
-                begin + stage, stage, pages[stage], ring, scales_ring,
-                key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
-                first_tile, own_tile, sink_units, raw_units, offset, kv_head,
-                kv_heads, GROUP, QUARTER, BITS, CHUNK,
-            )  # fmt: skip
+            _copy(begin + stage, stage, pages[stage], rings, arrays, where, kv_heads, BITS)
         async_copy.commit_group()
 
     y0, y1, y2, y3 = token_heads(
@@ -265,29 +300,15 @@ def _attend(
             )  # fmt: skip
         if index + STAGES < stop:
             gl.barrier()
-            copy_unit(
-                index + STAGES, place, page, ring, scales_ring,
-                key_words_ptr, value_words_ptr, scales_ptr, raw_ptr,
-                first_tile, own_tile, sink_units, raw_units, offset, kv_head,
-                kv_heads, GROUP, QUARTER, BITS, CHUNK,
-            )  # fmt: skip
+            _copy(index + STAGES, place, page, rings, arrays, where, kv_heads, BITS)
         async_copy.commit_group()
 
-    x0, x1, x2, x3, top, weight = _of_all_warps(
-        ring, peak, weights, acc0, acc1, acc2, acc3, flat
-    )  # fmt: skip
-    of_row: gl.constexpr = gl.SliceLayout(1, flat)
+    found = _of_all_warps(ring, peak, weights, acc0, acc1, acc2, acc3, flat)
     if SPLITS == 1:
-        share = gl.expand_dims(1.0 / weight, 1)
-        x0, x1, x2, x3 = rotated(x0 * share, x1 * share, x2 * share, x3 * share)
-        target = out_ptr + (token * q_heads + kv_head * group + row) * DIM
-        store_heads(target, x0, x1, x2, x3, row < group)
+        _store(out_ptr, token * q_heads + kv_head * group, found, row, group)
     else:
         part = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS
-        store_heads(sums_ptr + (part + row) * DIM, x0, x1, x2, x3, row < group)
-        query = gl.arange(0, ROWS, of_row)
-        gl.store(peak_ptr + part + query, top, mask=query < group)
-        gl.store(weight_ptr + part + query, weight, mask=query < group)
+        _store_part(sums_ptr, peak_ptr, weight_ptr, part, found, row, group)
 
 
 def fits(qkv: Array, kv: KVarNKV, dtype: DTypeLike) -> bool:
