@@ -57,7 +57,7 @@ def add_and_norm(
     mask = column < (TAKEN if CLUSTER > 1 else embed)
     if CLUSTER > 1:
         column += tl.program_id(0) % CLUSTER * TAKEN
-        if embed % TAKEN:
+        if embed < CLUSTER * TAKEN:
             mask &= column < embed
         space = begin_cluster()
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
