@@ -6,6 +6,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve_kernels import dense_matmul
 from jaxserve_kernels.add_rms_norm import add_rms_norm, add_rms_norm_twice
@@ -113,6 +115,14 @@ def test_a_norm_by_the_programs_of_a_cluster(
     assert norm_triton.pieces_of(embed)[0] == programs
     for got, wanted in zip(found, expected, strict=True):
         assert relative_error(wide(got), wide(wanted)) < 3e-3
+
+
+@given(size=st.integers(8, 16_384), inputs=st.sampled_from([8, 128]))
+def test_pieces_of_a_row_have_all_of_it_and_none_is_empty(size: int, inputs: int) -> None:
+    programs, taken = norm_triton.pieces_of(size, inputs)
+    assert 1 <= programs <= 8
+    assert taken % inputs == 0
+    assert (programs - 1) * taken < size <= programs * taken
 
 
 @pytest.mark.parametrize("target", [PDL, HOPPER], ids=["cluster", "one_program"])
