@@ -3,11 +3,11 @@
     python scripts/bench_experts.py --out experts.json --budget 100
     python scripts/bench_experts.py --models qwen3-30b-a3b --formats bf16 --rows 1,64,2048 --profile
 
-Few rows: a layer's router choice, its products and the norm that adds their parts, layer after
+Up to 64 rows: a layer's router choice, its products and the norm that adds their parts, layer after
 layer as one chain of launches. The floor is the time in which the card copies the bytes of the
 experts that are touched, or in which it computes their operations at the rate of a large dense
-product. `dense` is the same chain with dense products of as many bytes. Many rows (from 512 on): no
-chain. Routing is random and uniform; every layer has its own router logits.
+product. `dense` is the same chain with dense products of as many bytes. More rows: no chain, as in
+served steps. Routing is random and uniform; every layer has its own router logits.
 
 --sweep tries launches beside the rule's, and compares their results with the rule's. --tiny has
 small shapes, to try the script without a card.

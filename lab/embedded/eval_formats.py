@@ -6,7 +6,8 @@
 
 Two measures, of the plain flax model with each format's dequantised weights: what a format loses,
 without what a kernel adds; but --tokens rounds what the layers' matrices read. `e4m3` is what
-kernels for many tokens read, `int8-after-norms` what int4's kernels for 9 to 64 tokens do.
+kernels for many tokens read, `int8-after-norms` what int4's kernels for 9 to 64 tokens do, and
+experts in MXFP4.
 
 - KL divergence and other first choices, teacher-forced over training chats of a seed of their own,
   in float32: this separates the formats.
