@@ -66,7 +66,7 @@ MANY = 512
 """From this many rows on, products are bound by compute: no dense comparison."""
 
 CHAINED = 64
-"""Up to this many rows, the layers of a decode step are a chain."""
+"""Up to this many rows, the layers of a decode step are one chain, otherwise several."""
 
 MOST_ERROR, MOST_ERROR_INT8, MOST_ERROR_E4M3 = 1e-2, 2e-2, 6e-2
 """Of a layer's result, relative to the definition: hidden and parts are rounded to bfloat16, tokens
@@ -293,9 +293,8 @@ def build(case: Case, sizes: Model, stacked: ExpertWeights, target: Target) -> B
         return function(x, logits, norm, w, sizes, target=target)
 
     def program(*args: Any) -> Any:
-        if case.rows > CHAINED:
-            return chain(*args, target=target)
-        return pdl.call(chain, *args, target=target)
+        launch = pdl.join if case.rows > CHAINED else pdl.call
+        return launch(chain, *args, target=target)
 
     args = (x, logits, norm, arrays)
     of_one = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) / LAYERS / sizes.experts

@@ -181,6 +181,8 @@ def inspect(
         "outside_graph": re.findall(r"^\d+: (k\w+)", "\n".join(lines), re.M),
         "inside_graph": sum(bool(re.match(r"\s+\d+: k\w+", line)) for line in lines),
         "kv_copies": sum(len(re.findall(rf"\[{shape}\]\S* copy\(", text)) for shape in kv_shapes),
+        "chains": len(re.findall(r'custom_call_target="jaxserve_pdl_launches"', text)),
+        "kernels_alone": len(re.findall(r'custom_call_target="triton_kernel_call"', text)),
         "calls_with_input": sum(map(_reads_input, text[text.index("\nENTRY") :].splitlines())),
         "weight_copies": len(_WEIGHT_COPY.findall(text)),
         "adding_products": len(re.findall(r'custom-call.*"beta":1', text)),

@@ -138,20 +138,39 @@ def tapped_forward(
     """Does the same as `forward`. Also returns the hidden states [tokens, embed] after each layer
     in `taps`, which are in order and do not include the last layer."""
     x, normed, tables = _begin(params, tokens, spec)
-    layers = layer_views(params.layers, copies=target.uses_triton())
+    layers = functools.partial(_forward_layers, spec=spec, tile_size=tile_size, taps=taps)
+    arguments = (params.layers, x, normed, kv, tables, tokens)
+    before_mlp, kv, tapped = pdl.join(layers, *arguments, target=target)
+    return before_mlp, _end_step(kv, tokens, tile_size=tile_size, target=target), tapped
+
+
+def _forward_layers(
+    stack: Layers,
+    x: Array,
+    normed: Array,
+    kv: Caches,
+    tables: tuple[RopeTables, ...],
+    tokens: StepTokens,
+    *,
+    spec: ModelSpec,
+    tile_size: int,
+    target: Target,
+    taps: Sequence[int],
+) -> tuple[PreMLP, Caches, tuple[Array, ...]]:
+    """Runs all layers but the last one's feed-forward on x [tokens, embed] and its norm."""
+    layers = layer_views(stack, copies=target.uses_triton())
     run = functools.partial(_run_layers, tile_size=tile_size, target=target, taps=taps)
     norms = _next_norms(layers)
-    x, normed, kv, tapped = run(layers[:-1], norms, x, normed, kv, tables, tokens, spec)
+    x, last, kv, tapped = run(layers[:-1], norms, x, normed, kv, tables, tokens, spec)
     index = len(layers) - 1
     own = tables[table_of_layer(spec, index)]
     with jax.named_scope(f"layer_{index}"):
         attention_out, kv = mix(
-            *(layers[index], spec.cache_places[index], normed, kv, own, tokens, spec),
+            *(layers[index], spec.cache_places[index], last, kv, own, tokens, spec),
             dtype=x.dtype,
             tile_size=tile_size,
             target=target,
         )
-    kv = _end_step(kv, tokens, tile_size=tile_size, target=target)
     return PreMLP(x, attention_out), kv, tapped
 
 

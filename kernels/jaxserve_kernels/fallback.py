@@ -34,7 +34,7 @@ def why_not(
       kernels: calls the operation's kernels with args, which are trees of arrays.
       static: hashable values that also select the kernels.
     """
-    if target.pdl or not target.checked:
+    if target.pdl or target.joined or not target.checked:
         return None
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
     leaves, tree = jax.tree.flatten(shapes)

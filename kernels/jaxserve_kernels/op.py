@@ -85,7 +85,8 @@ class Op:
                 reason = self._does_not_compile(name, each, config, args, target, options)
                 if reason is None:
                     what = self.describe(*args, **options)
-                    return Choice(name, what, each, config, tuple(refused), target.pdl)
+                    launched = target.pdl or (target.joined and each.kernels)
+                    return Choice(name, what, each, config, tuple(refused), launched)
                 config = Refusal(f"does not compile: {reason}")
             refused.append((each.name, config.reason))
         raise AssertionError(f"{name} has no definition")

@@ -49,6 +49,9 @@ class Target:
     pdl: bool = False
     """Kernels are traced for programmatic dependent launch (PDL): a kernel may start before its
     predecessor ends, and must itself wait before it reads the predecessor's results."""
+    joined: bool = False
+    """Kernels are joined to chains after they have been traced (`pdl.join`), so an operation that a
+    library computes as fast had better be a kernel."""
     checked: bool = True
     """Whether another implementation replaces kernels that do not compile (`fallback`)."""
     tuned: tuple[Tuned, ...] = ()

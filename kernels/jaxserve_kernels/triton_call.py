@@ -6,6 +6,8 @@ machine code once, instead of PTX in every call.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from jaxserve_kernels import ptxas, records, residency, triton_compat
 from jaxserve_kernels.device import Device
 from jaxserve_kernels.target import Target
+from jaxserve_kernels.tensor_map import TensorMap
 from jaxserve_kernels.triton_compat import jt, triton_lib
 
 # jax-triton 0.4 recommends a Ref to an array of zeros instead. That costs a kernel in place of a
@@ -40,11 +43,16 @@ _TOGETHER = "together"
 """Key, likewise: whether programs of the grid wait for each other."""
 
 
-class _Codes:
+class Codes:
     """Tracks, in a program being lowered, which machine codes the calls before a value hold."""
 
     def __init__(self) -> None:
         self._of: dict[Any, frozenset[str]] = {}
+
+    @staticmethod
+    def of(context: Any) -> Codes:
+        """Those of the program that a lowering rule's context belongs to."""
+        return context.module_context.cached_primitive_lowerings.setdefault(Codes, Codes())
 
     def before(self, values: Iterable[Any]) -> frozenset[str]:
         """Names of the codes in all calls whose results the values depend on."""
@@ -88,20 +96,40 @@ class _Call:
 _call: ContextVar[_Call] = ContextVar("call")
 
 
-class _Kernel(NamedTuple):
+class _Held(NamedTuple):
+    """What a program holds of a kernel's machine code."""
+
+    code: str
+    """The machine code's name, a digest."""
+    named: Any
+    """A record with that name in place of PTX."""
+    with_code: bytes
+    """The machine code, as bytes to append to a serialised record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel:
     """A compiled kernel, and the records that its calls may hold."""
 
     compiled: ptxas.Code
     source: Any
     """A record with PTX."""
-    code: str = ""
-    """The machine code's name, a digest; empty if no assembler is installed."""
-    named: Any = None
-    """A record with that name in place of PTX."""
-    with_code: bytes = b""
-    """The machine code, as bytes to append to a serialised record."""
+    rest: tuple[Any, ...]
+    """What follows the compute capability in a record."""
     together_on: Device | None = None
     """The card on which all programs of a grid must run at once; None if they need not."""
+
+    @functools.cached_property
+    def held(self) -> _Held | None:
+        """None if no assembler is installed. A chain of kernels never asks for it."""
+        name, warps, shared_bytes, ptx, capability = self.compiled
+        cubin = None if records.hold_source() else ptxas.assemble(ptx, capability)
+        if cubin is None:
+            return None
+        image = _field(1, cubin) + _field(2, name.encode()) + _number(3, shared_bytes)
+        code = hashlib.sha256(image).hexdigest()
+        named = _TritonKernel(name, warps, 1, shared_bytes, code, "", capability, *self.rest)
+        return _Held(code, named, _field(1, _field(1, _field(11, image))))
 
 
 def _kernel(*args: Any) -> _Kernel:
@@ -114,16 +142,10 @@ def _kernel(*args: Any) -> _Kernel:
     depends on, in whatever order it creates a program's calls, so the code is known by then.
     """
     name, num_warps, num_ctas, shared_memory, ptx, _ttir, capability, *rest = args
-    launch = (name, num_warps, num_ctas, shared_memory)
-    source = _TritonKernel(*launch, ptx, "", capability, *rest)
-    cubin = None if records.hold_source() else ptxas.assemble(ptx, capability)
+    assert num_ctas == 1, "clusters are launched by chains"
+    source = _TritonKernel(name, num_warps, num_ctas, shared_memory, ptx, "", capability, *rest)
     compiled = ptxas.Code(name, num_warps, shared_memory, ptx, capability)
-    if cubin is None:
-        return _Kernel(compiled, source)
-    image = _field(1, cubin) + _field(2, name.encode()) + _number(3, shared_memory)
-    code = hashlib.sha256(image).hexdigest()
-    named = _TritonKernel(*launch, code, "", capability, *rest)
-    return _Kernel(compiled, source, code, named, _field(1, _field(1, _field(11, image))))
+    return _Kernel(compiled=compiled, source=source, rest=tuple(rest))
 
 
 class _Parameter(NamedTuple):
@@ -131,8 +153,8 @@ class _Parameter(NamedTuple):
 
     record: Any
     """jaxlib's object for it."""
-    number: tuple[str, int | float] | None
-    """A format character of `struct`, and a value; None for a buffer."""
+    number: tuple[str, int | float] | TensorMap | None
+    """A format character of `struct`, and a value; a map of the next buffer; None for a buffer."""
 
 
 _FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -141,7 +163,7 @@ _FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "u32": "I", "i64": "q"
 
 class Described(Exception):
     """Raised inside jax-triton's lowering of a call while `describing` is set. Carries the compiled
-    kernel, its grid and its numbers (None for a buffer)."""
+    kernel, its grid and its numbers (see `_Parameter`)."""
 
 
 describing: ContextVar[bool] = ContextVar("describing", default=False)
@@ -161,14 +183,14 @@ class _KernelCall:
         field that occurs twice, so fields can be appended to a message."""
         if describing.get():
             raise Described(self._kernel.compiled, self._args[:3], self._numbers)
-        kernel, call = self._kernel, _call.get()
-        if not kernel.code or records.hold_source():
-            return _TritonKernelCall(kernel.source, *self._args).to_proto(name, metadata)
-        record = _TritonKernelCall(kernel.named, *self._args).to_proto(name, metadata)
-        if kernel.code in call.codes:
+        held, call = self._kernel.held, _call.get()
+        if held is None or records.hold_source():
+            return _TritonKernelCall(self._kernel.source, *self._args).to_proto(name, metadata)
+        record = _TritonKernelCall(held.named, *self._args).to_proto(name, metadata)
+        if held.code in call.codes:
             return record
-        call.codes |= {kernel.code}
-        return record + kernel.with_code
+        call.codes |= {held.code}
+        return record + held.with_code
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -190,7 +212,7 @@ def _varint(value: int) -> bytes:
 
 def _lower(context: Any, *args: Any, **kwargs: Any) -> Any:
     """jax-triton's lowering of a call, given the machine codes that earlier calls hold."""
-    codes = context.module_context.cached_primitive_lowerings.setdefault(_Codes, _Codes())
+    codes = Codes.of(context)
     call = _Call(codes.before(args))
     token = _call.set(call)
     try:
@@ -214,7 +236,7 @@ def _compile_kernel(
     kernel, *others = compiles(function, specialization, target, backend, given)
     _check_fits(kernel.compiled, options[_DEVICE])
     if options[_TOGETHER]:
-        kernel = kernel._replace(together_on=options[_DEVICE])
+        kernel = dataclasses.replace(kernel, together_on=options[_DEVICE])
     return kernel, *others
 
 
@@ -269,12 +291,24 @@ def _take_over() -> None:
         create_scalar(value, dtype), (_FORMATS.get(dtype, ""), value)
     )
     _library.create_tma_descriptor_parameter = lambda **kwargs: _Parameter(
-        create_descriptor(**kwargs), None
+        create_descriptor(**kwargs), _tensor_map(**kwargs)
     )
     triton_lib.TritonFunction._compile_kernel = _compile_kernel  # type: ignore[method-assign]
     # Not cacheable: of equal calls, only some hold the code.
     register = mlir.register_lowering
     register(triton_lib.triton_kernel_call_p, _lower, platform="cuda", cacheable=False)
+
+
+def _tensor_map(
+    *,
+    elem_type: int,
+    swizzle: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block_shape: Sequence[int],
+    oob_fill: int,
+) -> TensorMap:
+    return TensorMap(elem_type, swizzle, shape, strides, block_shape, oob_fill)
 
 
 _compile_triton: Any = triton_lib.TritonFunction._compile_kernel

@@ -42,7 +42,7 @@ def chain(x: jax.Array, update: jax.Array, weight: jax.Array, calls: int) -> Any
 
 def without_code(call: Any, name: str, metadata: bytes) -> bytes:
     """A record that never brings the code."""
-    kernel = call._kernel.source if records.hold_source() else call._kernel.named
+    kernel = call._kernel.source if records.hold_source() else call._kernel.held.named
     return triton_call._TritonKernelCall(kernel, *call._args).to_proto(name, metadata)
 
 

@@ -89,6 +89,17 @@ def test_a_product_with_a_router_of_no_whole_tiles(rows: int) -> None:
     assert relative_error(parts.sum(0), wide(x) @ wide(weight).T) < 1e-6
 
 
+@pytest.mark.parametrize(("tokens", "rows", "inputs"), [(65, 33, 192), (200, 96, 256)])
+def test_many_tokens_with_a_router_in_a_chain(tokens: int, rows: int, inputs: int) -> None:
+    rng, joined = np.random.default_rng(tokens), HOPPER.replace(joined=True)
+    x, weight = (normal(rng, each, inputs, dtype="bfloat16") for each in (tokens, rows))
+    parts = dense_matmul.linear(x, weight, jnp.float32, target=joined)
+    assert parts.shape[0] > 1 and parts.shape[1:] == (tokens, rows)
+    assert relative_error(parts.sum(0), wide(x) @ wide(weight).T) < 1e-6
+    rounded = dense_matmul.linear(x, weight, target=joined)
+    assert rounded.dtype == jnp.bfloat16 and rounded.shape[0] == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_sum_with_a_shared_expert(dtype: str) -> None:
     rng, tokens, embed = np.random.default_rng(3), 3, 640

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve_kernels import pdl, weights
+from jaxserve_kernels.add_rms_norm import add_rms_norm
 from jaxserve_kernels.experts import (
     ExpertActivation,
     ExpertWeights,
@@ -200,6 +201,30 @@ def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None
     many = tokens >= (64 if name == "mxfp4" and not early else 300)
     most = 5e-2 if many and name != "bf16" else 6e-3
     assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [100, 600])
+def test_a_joined_chain_computes_the_same_bits(name: str, tokens: int) -> None:
+    """Norms, kernels with and without TMA, and an operation of XLA between two layers."""
+    args = made(tokens, (16, 4, 1152, 768), FORMATS[name], biases=False, dtype=jnp.bfloat16)
+
+    def layers(x: Any, *rest: Any, target: Target) -> Any:
+        weight, update = jnp.ones(x.shape[1], x.dtype), None
+        for _ in range(3):
+            x, normed = add_rms_norm(x, update, weight, 1e-6, target=target)
+            parts = experts(normed, *rest, target=target)
+            update = parts * jnp.asarray(2, parts.dtype)
+        return x, update
+
+    def run(launch: Any) -> list[np.ndarray]:
+        found = jax.jit(lambda *args: launch(layers, *args, target=Target.here()))(*args)
+        return [np.asarray(each, np.float32) for each in found]
+
+    alone = run(lambda function, *args, target: function(*args, target=target))
+    for joined, each in zip(run(pdl.join), alone, strict=True):
+        np.testing.assert_array_equal(joined, each)
 
 
 @pytest.mark.gpu

@@ -13,11 +13,12 @@ import pytest
 from jax.core import ShapedArray
 from jax.extend import core
 
-from jaxserve_kernels import cuda_driver
+from jaxserve_kernels import cuda_driver, tensor_map
 from jaxserve_kernels.pdl import c_types, handler, launches, plan
-from jaxserve_kernels.pdl.launches import Launch, pack
+from jaxserve_kernels.pdl.launches import Launch, Mapped, digests, pack
 from jaxserve_kernels.pdl.plan import Place
 from jaxserve_kernels.ptxas import Code
+from jaxserve_kernels.tensor_map import TensorMap
 
 kernel_p = core.Primitive("triton_kernel_call")
 
@@ -27,14 +28,9 @@ def _(*_: Any, size: int, **__: Any) -> Any:
     return ShapedArray((size,), jnp.float32)
 
 
-def kernel(
-    *operands: jax.Array, size: int, chained: bool = True, zeroed: bool = False
-) -> jax.Array:
-    metaparams = ("EARLY",) if chained else ()
+def kernel(*operands: jax.Array, size: int, zeroed: bool = False) -> jax.Array:
     zeroed_outputs = (0,) if zeroed else ()
-    return kernel_p.bind(
-        *operands, size=size, name="kernel", metaparams=metaparams, zeroed_outputs=zeroed_outputs
-    )
+    return kernel_p.bind(*operands, size=size, name="kernel", zeroed_outputs=zeroed_outputs)
 
 
 def planned(function: Callable[..., Any], *shapes: tuple[int, ...]) -> plan.Plan:
@@ -96,14 +92,12 @@ def test_rows_and_shapes_are_views() -> None:
     [
         lambda x: kernel(x + 1, size=4),
         lambda x: kernel(x[:, 1:3], size=4),
-        lambda x: kernel(kernel(x, size=4), size=4, chained=False),
         lambda x: kernel(x, size=4)[1:3],
         lambda x: kernel(x, size=4, zeroed=True),
     ],
     ids=[
         "arithmetic",
         "parts of rows",
-        "a kernel that cannot start early",
         "a part as a result",
         "a result that must be zero",
     ],
@@ -118,28 +112,49 @@ class Driver:
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, list[int], list[tuple[int, list[int]]]]] = []
+        self.maps: list[Any] = []
+        self.loaded: list[str] = []
+        self.attributes: list[tuple[str, int, int]] = []
         self.status = 0
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
         module._obj.value = int.from_bytes(code, "little")
+        self.loaded.append(code.decode())
         return 0
 
     def cuModuleGetFunction(self, function: Any, module: Any, _: bytes) -> int:
         function._obj.value = module.value
         return 0
 
-    def cuFuncSetAttribute(self, *_: Any) -> int:
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        self.attributes.append((_name(function), attribute, value))
         return 0
 
-    cuStreamGetCtx = cuCtxPushCurrent_v2 = cuCtxPopCurrent_v2 = cuFuncSetAttribute
+    def cuStreamGetCtx(self, *_: Any) -> int:
+        return 0
+
+    cuCtxPushCurrent_v2 = cuCtxPopCurrent_v2 = cuStreamGetCtx
 
     def cuMemsetD8Async(self, where: Any, value: int, size: Any, _: Any) -> int:
         ctypes.memset(where.value, value, size.value)
         return 0
 
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 13000
+        return 0
+
+    def cuTensorMapEncodeTiled(
+        self, where: Any, dtype: int, rank: int, array: Any, *rest: Any
+    ) -> int:
+        shape, strides, block, ones, *numbers = rest
+        self.maps.append((dtype, list(shape), list(strides), list(block), list(ones), numbers))
+        words = (ctypes.c_uint64 * 2).from_address(where.value)
+        words[0], words[1] = array.value, (1 << 64) - 1
+        return self.status
+
     def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, _: None) -> int:
         config: c_types.LaunchConfig = given._obj
-        name = function.value.to_bytes(8, "little").rstrip(b"\0").decode()
+        name = _name(function)
         given = [config.attributes[index] for index in range(config.num_attributes)]
         attributes = [(each.id, [each.value, *each.rest[:2]]) for each in given]
         self.launched.append((name, list(config.grid), attributes))
@@ -155,12 +170,18 @@ class Driver:
         return self.status
 
 
+def _name(function: Any) -> str:
+    return function.value.to_bytes(8, "little").rstrip(b"\0").decode()
+
+
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(cuda_driver, "locked_library", lambda: driver)
-    monkeypatch.setattr(launches, "_assemble", lambda code: code.name.encode())
+    monkeypatch.setattr(launches, "assembled", lambda code: code.name.encode())
     monkeypatch.setattr(handler, "_stream", lambda frame: (7, None))
+    launches._load.cache_clear()
+    tensor_map._driver_version.cache_clear()
     handler.register("cpu")
     return driver
 
@@ -209,3 +230,53 @@ def test_a_failed_launch_is_an_error_of_the_program(driver: Driver) -> None:
     driver.status = 719
     with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA error 719 from the launch of scale"):
         jax.block_until_ready(jax.jit(chain(7.0))(jnp.arange(8.0), jnp.ones(4)))
+
+
+def test_a_tensor_map_is_of_the_array_that_the_call_has_now(driver: Driver) -> None:
+    tensor = TensorMap(9, 3, (6, 4), (8, 1), (2, 4), 0)  # bfloat16
+    scale, types = Code("scale", 4, 0, "", 90), [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    mapped = Mapped(Place(0, 16), tensor)
+    packed = pack([Launch(scale, (1, 1, 1), (mapped, Place(1, 0), ("f", 2.0)), early=False)])
+    call = jax.ffi.ffi_call(handler.TARGET, types)
+    for times in (1.0, 3.0):
+        x = jnp.arange(8.0) * times
+        out = jax.jit(lambda x: call(x, kernels=packed, launches=1)[0])(x)
+        np.testing.assert_array_equal(out, x[4:] * 2)
+    # The last axis comes first; strides are in bytes, without the last axis's.
+    assert driver.maps[0] == (9, [4, 6], [16], [4, 2], [1, 1], [0, 3, 2, 0])
+
+
+def test_a_small_tensor_map_lacks_the_bit_that_drivers_set_by_mistake(driver: Driver) -> None:
+    for rows, wanted in ((8, ~(1 << 21) & ((1 << 64) - 1)), (1 << 15, (1 << 64) - 1)):
+        encoded = tensor_map.Encoded(TensorMap(9, 3, (rows, 4), (4, 1), (2, 4), 0))
+        encoded.encode(4096)
+        assert encoded.address % 64 == 0
+        assert ctypes.c_uint64.from_address(encoded.address + 8).value == wanted
+
+
+def test_a_code_is_held_by_the_first_call_that_needs_it(driver: Driver) -> None:
+    add, types = Code("add", 4, 0, "", 90), [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    launch = Launch(add, (1, 1, 1), (Place(0, 0), Place(0, 0), Place(1, 0)))
+    first, second = pack([launch]), pack([launch], 1, digests([launch]))
+    assert len(second) < len(first) + 8
+    call = jax.ffi.ffi_call(handler.TARGET, types)
+    for packed in (first, second):
+        out = jax.jit(lambda x, packed=packed: call(x, kernels=packed, launches=1)[0])(jnp.ones(4))
+        np.testing.assert_array_equal(out, 2 * np.ones(4))
+    assert driver.loaded == ["add"]
+
+
+def test_only_kernels_that_run_beside_others_ask_for_their_split_of_memory(driver: Driver) -> None:
+    types = [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    add, scale = (Code(name, 4, 1 << 16, "", 90) for name in ("add", "scale"))
+    packed = pack(
+        [
+            Launch(add, (1, 1, 1), (Place(0, 0), Place(0, 0), Place(2, 0))),
+            Launch(scale, (1, 1, 1), (Place(2, 0), Place(1, 0), ("f", 2.0)), early=False),
+        ]
+    )
+    call = jax.ffi.ffi_call(handler.TARGET, types)
+    jax.block_until_ready(jax.jit(lambda x: call(x, kernels=packed, launches=2))(jnp.ones(4)))
+    size, split = c_types.MAX_SHARED_BYTES, c_types.SHARED_CARVEOUT
+    wanted = [("add", size, 1 << 16), ("add", split, 100), ("scale", size, 1 << 16)]
+    assert driver.attributes == wanted

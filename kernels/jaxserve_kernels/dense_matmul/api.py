@@ -15,6 +15,7 @@ from jaxserve_kernels.dense_matmul.config import (
     Config,
     choose,
     choose_narrow,
+    choose_router,
     fused_gating,
     limits_of,
 )
@@ -87,6 +88,17 @@ def _narrow(x: Array, weight: Array, *, target: Target, **_: Any) -> Config | Re
     return choose_narrow(tokens=x.shape[0], out=out, depth=depth, target=target)
 
 
+def _router(x: Array, weight: Array, *, target: Target, dtype: DTypeLike) -> Config | Refusal:
+    if unlike := _unlike(x, target):
+        return unlike
+    if dtype != jnp.float32:
+        return Refusal("not in float32")
+    if x.shape[0] <= limits_of(target).most_tokens_pdl:
+        return Refusal("few tokens")
+    out, depth = weight.shape
+    return choose_router(tokens=x.shape[0], out=out, depth=depth, target=target)
+
+
 def _run_narrow(config: Config, x: Array, weight: Array, *, target: Target, **_: Any) -> Array:
     from jaxserve_kernels.dense_matmul import triton  # needs Triton: only for GPUs
 
@@ -150,6 +162,7 @@ _LINEAR = Op(
         _few_tokens(gated=False, pdl=True),
         _few_tokens(gated=False, pdl=False),
         Implementation(name="triton, narrow", configure=_narrow, run=_run_narrow),
+        Implementation(name="triton, router", configure=_router, run=_run_narrow),
         Implementation(name="xla", configure=anything, run=_define_linear, kernels=False),
     ),
     describe=_sizes,

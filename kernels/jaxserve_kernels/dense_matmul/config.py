@@ -46,6 +46,8 @@ class Config:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    tokens: int = 0
+    """Of a program; 0: all."""
 
 
 def choose(*, gated: bool, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
@@ -100,6 +102,27 @@ def choose_narrow(*, tokens: int, out: int, depth: int, target: Target) -> Confi
         return Refusal(f"not whole tiles of {_NARROW.rows} x {_NARROW.depth}")
     splits = max(each for each in range(1, _MOST_NARROW_SPLITS + 1) if steps % each == 0)
     return replace(_NARROW, splits=splits)
+
+
+def choose_router(*, tokens: int, out: int, depth: int, target: Target) -> Config | Refusal:
+    """The configuration of many tokens times a weight of so few rows that its product need not be
+    as fast as the library's."""
+    if not (target.pdl or target.joined):
+        return Refusal("not in a chain of kernels")
+    if out >= _ROUTER:
+        return Refusal(f"{_ROUTER} rows or more")
+    config = replace(_SQUARE, depth=64 if depth % 128 else 128)
+    steps, rest = divmod(depth, config.depth)
+    if rest:
+        return Refusal(f"not whole steps of {config.depth} inputs")
+    tiles = -(-out // config.rows) * -(-tokens // config.tokens)
+    most = max(1, min(_MOST_NARROW_SPLITS, target.gpu.multiprocessors // tiles))
+    splits = max(each for each in range(1, most + 1) if steps % each == 0)
+    return replace(config, splits=splits)
+
+
+_SQUARE = Config(rows=64, tokens=64)
+"""For many tokens and a weight of few rows."""
 
 
 def fused_gating(*, tokens: int, out: int, depth: int, target: Target) -> Refusal | None:

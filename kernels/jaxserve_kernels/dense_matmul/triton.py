@@ -23,12 +23,11 @@ from jaxserve_kernels.triton_call import triton_call
 
 @triton.jit
 def _accumulate(
-    x_ptr, w_ptr, row, start,
+    x_ptr, w_ptr, row, token, start,
     tokens: tl.constexpr, k: tl.constexpr, steps: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Weight rows `row` times the tokens over `steps` of the input from `start`."""
-    token = tl.arange(0, TOKENS)
+    """Weight rows `row` times tokens `token` over `steps` of the input from `start`."""
     depth = tl.arange(0, DEPTH)
     w = w_ptr + row.to(tl.int64)[:, None] * k + start + depth[None, :]
     x = x_ptr + token[None, :] * k + start + depth[:, None]
@@ -47,11 +46,15 @@ def _linear(
     x_ptr, w_ptr, out_ptr,
     tokens: tl.constexpr, n: tl.constexpr, k: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    TILES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
+    """TILES: of TOKENS tokens."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    own = tl.arange(0, TOKENS)
+    if TILES > 1:
+        own += tl.program_id(2) * TOKENS
     split = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     steps: tl.constexpr = k // DEPTH // SPLITS
@@ -59,9 +62,10 @@ def _linear(
     if n % ROWS:
         w_row = tl.minimum(row, n - 1)
     acc = _accumulate(
-        x_ptr, w_ptr, w_row, split * steps * DEPTH, tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES
-    )
-    token = tl.arange(0, TOKENS)[None, :]
+        x_ptr, w_ptr, w_row, own, split * steps * DEPTH,
+        tokens, k, steps, TOKENS, ROWS, DEPTH, STAGES,
+    )  # fmt: skip
+    token = own[None, :]
     mask = token < tokens
     if n % ROWS:
         mask = mask & (row < n)[:, None]
@@ -79,7 +83,10 @@ def _gated(
     half: tl.constexpr = ROWS // 2
     lane = tl.arange(0, ROWS)
     row = tl.program_id(0) * half + lane % half + (lane // half) * n
-    acc = _accumulate(x_ptr, w_ptr, row, 0, tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES)
+    acc = _accumulate(
+        x_ptr, w_ptr, row, tl.arange(0, TOKENS), 0,
+        tokens, k, k // DEPTH, TOKENS, ROWS, DEPTH, STAGES,
+    )  # fmt: skip
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, TOKENS)), (1, 2, 0)))
     values = gated(gate, up, out_ptr.dtype.element_ty, GATED)
     out_row = tl.program_id(0) * half + tl.arange(0, half)[:, None]
@@ -91,16 +98,17 @@ def linear(x: Array, weight: Array, config: Config, *, target: Target) -> Array:
     """See `matmul.linear`: partial sums float32 [config.splits, tokens, out]."""
     tokens, k = x.shape
     n = weight.shape[0]
+    width = config.tokens or max(16, triton.next_power_of_2(tokens))
+    tiles = triton.cdiv(tokens, width)
     return triton_call(
         x, weight,
         kernel=_linear,
         name="linear",
         target=target,
         out_type=jax.ShapeDtypeStruct((config.splits, tokens, n), jnp.float32),
-        grid=(triton.cdiv(n, config.rows), config.splits),
+        grid=(triton.cdiv(n, config.rows), config.splits, tiles),
         num_warps=config.num_warps,
-        tokens=tokens, n=n, k=k,
-        TOKENS=max(16, triton.next_power_of_2(tokens)),
+        tokens=tokens, n=n, k=k, TOKENS=width, TILES=tiles,
         ROWS=config.rows, DEPTH=config.depth, SPLITS=config.splits, STAGES=config.num_stages,
     )  # fmt: skip
 

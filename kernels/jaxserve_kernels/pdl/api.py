@@ -27,7 +27,21 @@ def call[R](function: Callable[..., R], *args: Any, target: Target) -> R:
     from jaxserve_kernels.pdl import lowering  # needs Triton: only for GPUs
 
     traced = lowering.trace(function, *args, target=target)
-    return function(*args, target=target) if traced is None else traced.call()
+    return lowering.join(function, *args, target=target) if traced is None else traced.call()
+
+
+def join[R](function: Callable[..., R], *args: Any, target: Target) -> R:
+    """Returns function(*args, target=target), which may also compute outside of kernels. If
+    possible, launches each chain of kernels in it by PDL.
+
+    A kernel of these chains starts while its predecessor runs, but only to wait for its end: what
+    the chain saves is the time from the end of one kernel to the start of the next.
+    """
+    if not _possible(target=target):
+        return function(*args, target=target)
+    from jaxserve_kernels.pdl import lowering  # needs Triton: only for GPUs
+
+    return lowering.join(function, *args, target=target)
 
 
 def _possible(*, target: Target) -> bool:

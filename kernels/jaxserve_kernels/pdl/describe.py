@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import types
 from typing import Any, NamedTuple
 
@@ -9,6 +11,7 @@ import jax
 
 from jaxserve_kernels import ptxas
 from jaxserve_kernels.pdl.launches import Number
+from jaxserve_kernels.tensor_map import TensorMap
 from jaxserve_kernels.triton_call import Described, describing, jax_triton
 
 _OUTPUT: Any = jax_triton._OutputPlaceholder
@@ -20,10 +23,13 @@ class Description(NamedTuple):
 
     code: ptxas.Code
     grid: tuple[int, int, int]
-    numbers: list[Number | None]
-    """The kernel's parameters in order. None stands for the next of `buffers`."""
+    numbers: list[Number | TensorMap | None]
+    """The kernel's parameters in order. None stands for the next of `buffers`, a map for its
+    map."""
     cluster: int
     """The kernel's constant CLUSTER, or 1."""
+    early: bool
+    """The kernel's constant EARLY: it waits for the kernel before where it needs its results."""
     buffers: list[tuple[bool, int]]
     """For each buffer: whether it is an operand of the call, and the operand's or result's
     index."""
@@ -59,5 +65,19 @@ def describe(equation: Any) -> Description:
         for leaf in leaves
         if not isinstance(leaf, _NUMBER)
     ]
-    cluster = dict(params["metaparams"]).get("CLUSTER", 1)
-    return Description(code, grid, numbers, cluster, buffers)
+    constants = dict(params["metaparams"])
+    early = bool(constants.get("EARLY"))
+    if not early and code.compute_capability >= 90:
+        code = code._replace(ptx=_waiting(code.ptx))
+    return Description(code, grid, numbers, constants.get("CLUSTER", 1), early, buffers)
+
+
+@functools.lru_cache(maxsize=64)
+def _waiting(ptx: str) -> str:
+    """A kernel that knows nothing of its early start: its first instruction waits for the kernel
+    before, and its dependents start as its programs end. If it had them start at once, theirs would
+    wait on the multiprocessors, and a kernel of large programs took longer in front of them."""
+    body = re.compile(r"(\.entry [^{]*\{\n)")
+    text, count = body.subn(r"\1\tgriddepcontrol.wait;\n", ptx, count=1)
+    assert count, "PTX without an entry"
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,12 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jaxserve_kernels import fallback
-from jaxserve_kernels.pdl import handler, plan
+from jaxserve_kernels.pdl import handler, parts, plan
 from jaxserve_kernels.pdl.describe import describe
-from jaxserve_kernels.pdl.launches import Launch, Number, pack
+from jaxserve_kernels.pdl.launches import Launch, Mapped, Number, assembled, digests, pack
 from jaxserve_kernels.target import Target
+from jaxserve_kernels.tensor_map import TensorMap
+from jaxserve_kernels.triton_call import Codes
 
 _LEAST_SCRATCH = (2 << 20) + 1
 """Bytes, more than 2 MiB. XLA's `vmm` allocator rotates among blocks of the same size, and gives
@@ -44,29 +46,69 @@ class Traced(NamedTuple):
 def trace(function: Callable[..., Any], *args: Any, target: Target) -> Traced | None:
     """Traces a function for PDL. None if it computes anything outside of kernels, or if one of its
     kernels does not compile."""
-    choices: list[Any] = []
-    launched = functools.partial(
-        function, target=target.replace(pdl=True, observe=target.observe and choices.append)
-    )
-    closed, results = jax.make_jaxpr(launched, return_shape=True)(*args)
+    closed, results, report = _traced(function, *args, target=target.replace(pdl=True))
     try:
         calls = plan.make(closed.jaxpr).calls
     except plan.NotOnlyKernels:
         return None
-    if target.checked and not _compile(calls):
+    if target.checked and not _compile(call.equation for call in calls):
         return None
-    for choice in choices:  # only now: a function without PDL is traced again, and reports then
-        assert target.observe is not None
-        target.observe(choice)
+    report()
     return Traced(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)], results)
 
 
-def _compile(calls: Sequence[plan.KernelCall]) -> bool:
+def join(function: Callable[..., Any], *args: Any, target: Target) -> Any:
+    """Returns function(*args, target=target), and launches each chain of kernels in it as one
+    call."""
+    closed, shapes, report = _traced(function, *args, target=target.replace(joined=True))
+    kernels = (each for each in closed.jaxpr.eqns if each.primitive.name == plan.KERNEL)
+    if target.checked and not _compile(kernels):
+        return function(*args, target=target)
+    report()
+    equations = parts.joined(closed.jaxpr, _equation)
+    joined = closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
+    # Otherwise XLA makes one operation of a chain and of what updates a part of an array by its
+    # result, beside the chain, and copies what both update in place.
+    results = jax.lax.optimization_barrier(core.jaxpr_as_fun(joined)(*jax.tree.leaves(args)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _traced(
+    function: Callable[..., Any], *args: Any, target: Target
+) -> tuple[Any, Any, Callable[[], None]]:
+    """A function's jaxpr and its results' shapes. The last result reports the choices of its
+    operations: not before, because a function that is given up is traced again."""
+    choices: list[Any] = []
+    launched = functools.partial(
+        function, target=target.replace(observe=target.observe and choices.append)
+    )
+    closed, results = jax.make_jaxpr(launched, return_shape=True)(*args)
+
+    def report() -> None:
+        for choice in choices:
+            assert target.observe is not None
+            target.observe(choice)
+
+    return closed, results, report
+
+
+def _equation(chain: Any, like: Any) -> Any:
+    """A call of a chain, described as one of its equations is."""
+    return like.replace(
+        primitive=_pdl_p,
+        invars=chain.invars,
+        outvars=chain.outvars,
+        params={"jaxpr": chain},
+        effects=core.no_effects,
+    )
+
+
+def _compile(equations: Iterable[Any]) -> bool:
     """Whether all kernels of a call compile for the target's GPU. The results are cached."""
-    alike = {_kind(call.equation): call.equation for call in calls}
+    alike = {_kind(equation): equation for equation in equations}
     try:
         for equation in alike.values():
-            describe(equation)
+            assembled(describe(equation).code)
     except Exception as error:  # whatever a compiler says
         fallback.note("kernel_chains", error)
         return False
@@ -93,22 +135,29 @@ def _lower(context: Any, *operands: Any, jaxpr: Any) -> Any:
     scratch = ShapedArray((max(planned.scratch_bytes, _LEAST_SCRATCH),), jnp.uint8)
     context = context.replace(avals_out=[*context.avals_out, scratch])
     count = len(launches)  # for people who read the program's text
-    packed = pack(launches, planned.zeroed_bytes)
+    codes = Codes.of(context)
+    known = codes.before(operands)
+    packed = pack(launches, planned.zeroed_bytes, known)
     # The handler reads the attribute whose name sorts first: `kernels`.
-    return rule(context, *operands, kernels=packed, launches=count)[:-1]
+    results: Any = rule(context, *operands, kernels=packed, launches=count)
+    codes.add(results[0].owner, known | digests(launches))
+    return results[:-1]
 
 
 def _launch(call: plan.KernelCall) -> Launch:
     described = describe(call.equation)
     buffers = iter(described.buffers)
-    parameters: list[plan.Place | Number] = []
+    parameters: list[plan.Place | Number | Mapped] = []
     for number in described.numbers:
-        if number is not None:
+        if number is not None and not isinstance(number, TensorMap):
             parameters.append(number)
             continue
         is_operand, index = next(buffers)
-        parameters.append((call.operands if is_operand else call.results)[index])
-    return Launch(described.code, described.grid, tuple(parameters), described.cluster)
+        place = (call.operands if is_operand else call.results)[index]
+        parameters.append(place if number is None else Mapped(place, number))
+    own = described.cluster, described.early
+    return Launch(described.code, described.grid, tuple(parameters), *own)
 
 
-mlir.register_lowering(_pdl_p, _lower, platform="cuda")
+# Not cacheable: of equal calls, only some hold the code.
+mlir.register_lowering(_pdl_p, _lower, platform="cuda", cacheable=False)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+KERNEL = "triton_kernel_call"
+"""Name of the operation that calls a kernel."""
 _ALIGNMENT = 256
 
 
@@ -63,9 +65,7 @@ def make(jaxpr: Any) -> Plan:
     equations: list[Any] = []
     last_use: dict[Any, int] = {}
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "triton_kernel_call":
-            if "EARLY" not in equation.params["metaparams"]:
-                raise NotOnlyKernels(f"{equation.params['name']} cannot be started early")
+        if equation.primitive.name == KERNEL:
             for var in equation.invars:
                 last_use[views[var].root] = len(equations)
             for var in equation.outvars:
@@ -82,7 +82,10 @@ def make(jaxpr: Any) -> Plan:
         if offset or _bytes(root.aval) != _bytes(var.aval):
             raise NotOnlyKernels("a result is a part of another array")
         if root in places:
-            aliases[places[root].buffer] = index
+            operand = places[root].buffer
+            if operand >= len(given) or operand in aliases:
+                raise NotOnlyKernels("an array is two results")
+            aliases[operand] = index
         else:
             places[root] = Place(len(given) + index, 0)
     buffer = len(given) + len(jaxpr.outvars)
@@ -117,15 +120,31 @@ def _at(places: dict[Any, Place], view: _View) -> Place:
 
 def _view(equation: Any, views: dict[Any, _View]) -> _View:
     name, source = equation.primitive.name, equation.invars[0]
-    if name in ("new_ref", "freeze", "reshape", "squeeze"):
+    if name in REFERENCES:
         return views[source]
-    if name == "slice" and equation.params["strides"] is None:
-        starts, limits = equation.params["start_indices"], equation.params["limit_indices"]
-        shape = source.aval.shape
-        if not any(starts[1:]) and limits[1:] == shape[1:]:
-            root, offset = views[source]
-            return _View(root, offset + starts[0] * (_bytes(source.aval) // shape[0]))
-    raise NotOnlyKernels(f"{name} between kernels")
+    if not is_view(equation):
+        raise NotOnlyKernels(f"{name} between kernels")
+    root, offset = views[source]
+    if name == "slice":
+        offset += equation.params["start_indices"][0] * (
+            _bytes(source.aval) // source.aval.shape[0]
+        )
+    return _View(root, offset)
+
+
+NEW_REFERENCE = "new_ref"
+REFERENCES = (NEW_REFERENCE, "freeze")
+"""Names of operations that begin and end to update an array in place."""
+
+
+def is_view(equation: Any) -> bool:
+    """Whether the result is the operand in another shape, or whole rows of it."""
+    params = equation.params
+    if equation.primitive.name != "slice":
+        return equation.primitive.name in ("reshape", "squeeze")
+    shape = equation.invars[0].aval.shape
+    whole = not any(params["start_indices"][1:]) and params["limit_indices"][1:] == shape[1:]
+    return whole and params["strides"] is None
 
 
 def _aligned(size: int) -> int:

@@ -24,7 +24,7 @@ def add_shared_expert(
 def _configure(*_: Any, target: Target, **__: Any) -> Refusal | None:
     """Refuses calls outside a PDL chain: there XLA compiles the definition to one kernel. A PDL
     chain cannot contain XLA's kernels."""
-    return None if target.uses_triton() and target.pdl else NOT_PDL
+    return None if target.uses_triton() and (target.pdl or target.joined) else NOT_PDL
 
 
 def _kernel(_: None, *args: Any, **options: Any) -> Any:
