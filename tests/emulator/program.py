@@ -27,6 +27,15 @@ class Sums:
     def __init__(self, values: Any) -> None:
         self.values, self.under_way = values, 0
         self.shape = values.shape
+        self._in_pairs = False
+
+    def in_pairs(self) -> Sums:
+        """As `hopper_four_bits.pairs_under_way`: of words, once it is a value."""
+        self._in_pairs = True
+        return self
+
+    def done(self) -> Any:
+        return self.values.to(np.uint32, bitcast=True) if self._in_pairs else self.values
 
 
 class _Begun(threading.local):
@@ -91,6 +100,7 @@ class Program:
             ),
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
+            "pairs_under_way": lambda acc: acc.in_pairs(),
             "mma_v2": lambda a, b, acc: product(a, b, acc),
             "fence_async_shared": lambda: HERE.partition.fence(),
             "begin_cluster": lambda: self._cluster.begin(self._at[0]),
@@ -152,12 +162,12 @@ class Program:
         while len(self._begun.products) > most:
             a, b, sums, use_acc = self._begun.products.popleft()
             operands = _operands(a, b, done=True)
-            sums.values = product(*operands, sums.values if use_acc else 0.0)
+            sums.values = product(*operands, sums.values if use_acc else np.zeros_like(sums.values))
             sums.under_way -= 1
             for a, b, *_ in self._begun.products:  # which may read the same
                 _operands(a, b, done=False)
         found = [
-            each.values if isinstance(each, Sums) and not each.under_way else each for each in deps
+            each.done() if isinstance(each, Sums) and not each.under_way else each for each in deps
         ]
         return found[0] if len(found) == 1 else tuple(found)
 

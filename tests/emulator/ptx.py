@@ -148,6 +148,11 @@ def _bf16(words: Words) -> Words:
     return _float32(words).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
 
 
+def _f16(words: Words) -> Words:
+    with np.errstate(over="ignore"):
+        return _float32(words).astype(np.float16).view(np.uint16).astype(np.uint32)
+
+
 def _exp2(words: Words) -> Words:
     with np.errstate(over="ignore"):
         return np.exp2(_float32(words)).view(np.uint32)
@@ -175,8 +180,10 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
     "fma.rn.bf16x2": _two(ml_dtypes.bfloat16, _fma),
+    "fma.rn.f16x2": _two(np.float16, _fma),
     "mul.rn.f16x2": _two(np.float16, lambda a, b: a * b),
     "sub.f16x2": _two(np.float16, lambda a, b: a - b),
+    "cvt.rn.f16x2.f32": lambda high, low: _f16(low) | _f16(high) << np.uint32(16),
     "cvt.rn.bf16x2.f32": lambda high, low: _bf16(low) | _bf16(high) << np.uint32(16),
     "cvt.rn.satfinite.e4m3x2.f16x2": _to_e4m3,
     "cvt.rn.satfinite.e4m3x2.f32": _both_to_e4m3,

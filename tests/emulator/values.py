@@ -78,9 +78,17 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
 
 
 def product(a: Any, b: Any, acc: Any = 0.0) -> Tensor:
-    """acc + a @ b: in float32, or of 8-bit integers in int32."""
+    """acc + a @ b: in float32, or of 8-bit integers in int32. In float16, which tensor cores round
+    to after each 32 inputs, if acc is."""
     dtype = np.int32 if a.dtype == np.int8 else np.float32
-    return tensor(np.asarray(acc, dtype) + a.astype(dtype) @ b.astype(dtype))
+    a, b = a.astype(dtype), b.astype(dtype)
+    if np.asarray(acc).dtype != np.float16:
+        return tensor(np.asarray(acc, dtype) + a @ b)
+    for at in range(0, a.shape[1], 32):
+        more = a[:, at : at + 32] @ b[at : at + 32]
+        acc = tensor(acc).to(dtype) + more
+        acc = tensor(acc).to(np.float16)
+    return tensor(acc)
 
 
 def assembly(
