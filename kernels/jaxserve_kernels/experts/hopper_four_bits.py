@@ -5,7 +5,8 @@ No data moves between threads.
 
 - Integers are e4m3 numbers as they are: n * 2^-9. A plane of codes, one nibble of each word of 64
   rows, is a left operand of 32 inputs. Zero points are subtracted first, as one small product with
-  the tokens' sums, which a first step of the rings brings.
+  the tokens' sums, which a first step of the rings brings. Sums are in float16, which is finer than
+  e4m3 by far: two are scaled in one instruction.
 - MXFP4's codes are looked up in a table for each row and block (`e4m3.hopper_mxfp4`): e2m1 values
   times the block's power of two over the row's largest one.
 """
@@ -19,11 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from jaxserve_kernels.experts.hopper_lists import DOWN
+from jaxserve_kernels.experts.hopper_lists import BOX, DOWN
 from jaxserve_kernels.experts.hopper_sums import (
-    divisor,
     no_sums,
-    quotient,
     tail,
     times,
     wait,
@@ -34,8 +33,9 @@ from jaxserve_kernels.quantized_matmul.e4m3.hopper_mxfp4 import looked_up, of_bl
 from jaxserve_kernels.quantized_matmul.e4m3.tokens import SUMS
 from jaxserve_kernels.quantized_matmul.e4m3.triton import nibble_bytes
 from jaxserve_kernels.quantized_matmul.triton_arguments import INT4
-from jaxserve_kernels.quantized_matmul.triton_unpack import power
+from jaxserve_kernels.quantized_matmul.triton_unpack import each, power
 
+_BOX = gl.constexpr(BOX)
 _INT4 = gl.constexpr(INT4.value)
 _SUMS = gl.constexpr(SUMS)
 _INTEGERS = gl.constexpr(512.0)
@@ -51,42 +51,168 @@ def four_bit_sums(
     """`hopper_sums.shared_sums` of 4-bit codes, with a step for each 128 inputs. `begin`:
     `begin_of` the part's rows.
 
-    Integers' sums are divided by the step's scale of their row before its products are added, so
-    that one accumulator is enough. All products end in their step: the next one overwrites
-    registers that they read, which the compiler does not prevent in a loop. Meanwhile the other
-    warpgroups multiply.
+    All products end in their step: the next one overwrites registers that they read, which the
+    compiler does not prevent in a loop. Meanwhile the other warpgroups multiply.
     """
-    x_ring, t_ring, w_ring, s_ring, ready, free = rings
     GATHER: gl.constexpr = GATED != DOWN
+    if KIND == _INT4:
+        main, short, at = _integer_sums(
+            part, PARTS, OWN, rings, begin, at, k, STAGES, TOKENS, TAIL, GATHER, ZERO
+        )
+    else:
+        main, short, at = _looked_up_sums(
+            part, PARTS, OWN, rings, begin, at, k, STAGES, TOKENS, TAIL, GATHER
+        )
+    return main, short, at
+
+
+@gluon.jit
+def _looked_up_sums(
+    part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr, rings, begin, at,
+    k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
+    GATHER: gl.constexpr,
+):  # fmt: skip
+    """`four_bit_sums` of MXFP4. A row's codes have its largest exponent in all steps."""
+    x_ring, t_ring, w_ring, s_ring, ready, free = rings
     main, short = no_sums(PARTS, OWN, TOKENS, 32)
     layout: gl.constexpr = main.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     row: gl.constexpr = gl.SliceLayout(1, layout)
-    scale = _first(begin, KIND, row)
-    if KIND == _INT4:
-        stage = at % STAGES
-        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
-        main, short = _less_zeros(rings, stage, _zeros(begin, ZERO), main, short, TAIL)
-        mbarrier.arrive(free.index(stage), count=1)
-        at += 1
+    largest = gl.convert_layout(begin[0].to(gl.int32), row, assert_trivial=True)
     for _ in range(k // 128):
         stage = at % STAGES
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         tile = stage * PARTS + part
-        if KIND == _INT4:
-            before = scale
-            scale = divisor(s_ring.index(tile).load(row))
-            main, short = times(main, short, quotient(before, scale))
-            codes = _integers(w_ring.index(tile), layout)
-        else:
-            codes = looked_up(w_ring.index(tile), of_blocks(s_ring.index(tile)), scale)
-            operand: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-            codes = gl.convert_layout(codes, operand, assert_trivial=True)
+        codes = looked_up(w_ring.index(tile), of_blocks(s_ring.index(tile)), largest)
+        codes = gl.convert_layout(codes, operand, assert_trivial=True)
         main, short = _add(codes, x_ring, t_ring, stage, main, short, TAIL)
         main, short = waited(main, short, 0, TAIL)
         mbarrier.arrive(free.index(stage), count=1)
         at += 1
-    main, short = times(main, short, _factor(scale, KIND))
+    main, short = times(main, short, power(gl.maximum(largest - 6, 0)))
     return main, short, at
+
+
+@gluon.jit
+def _integer_sums(
+    part: gl.constexpr, PARTS: gl.constexpr, OWN: gl.constexpr, rings, begin, at,
+    k: gl.constexpr, STAGES: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr,
+    GATHER: gl.constexpr, ZERO: gl.constexpr,
+):  # fmt: skip
+    """`four_bit_sums` of integers, in float16.
+
+    A step's products have sums of their own, which are added to the totals with the step's scale of
+    their row, two in one instruction. Both together take as many registers as one accumulator in
+    float32. Scales are divided by `_unit`, so that no total overflows.
+    """
+    x_ring, t_ring, w_ring, s_ring, ready, free = rings
+    main, short = no_sums(PARTS, OWN, TOKENS, 32)
+    layout: gl.constexpr = main.type.layout
+    of_short: gl.constexpr = short.type.layout
+    unit = _unit(begin, k // 128, ZERO)
+    inverse = _inverse(unit)
+    stage = at % STAGES
+    wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+    main, short = _zero_sums(rings, stage, _zeros(begin, inverse, ZERO), PARTS, TOKENS, TAIL)
+    mbarrier.arrive(free.index(stage), count=1)
+    at += 1
+    main, short = _in_pairs(main, layout), _in_pairs(short, of_short)
+    row: gl.constexpr = gl.SliceLayout(1, main.type.layout)
+    inverse = gl.convert_layout(inverse, row, assert_trivial=True)
+    for _ in range(k // 128):
+        stage = at % STAGES
+        wait(ready.index(stage), (at // STAGES) & 1, GATHER)
+        tile = stage * PARTS + part
+        scale = s_ring.index(tile).load(row) * inverse
+        codes = _integers(w_ring.index(tile), layout)
+        none = gl.zeros([OWN, TOKENS], gl.float16, layout)
+        none_short = gl.zeros([OWN, _BOX], gl.float16, of_short)
+        sums, last = _add(codes, x_ring, t_ring, stage, none, none_short, TAIL)
+        if TAIL:
+            sums, last = waited(pairs_under_way(sums), pairs_under_way(last), 0, TAIL)
+        else:
+            sums, last = waited(pairs_under_way(sums), short, 0, TAIL)
+        mbarrier.arrive(free.index(stage), count=1)
+        main = _plus(main, sums, scale)
+        if TAIL:
+            short = _plus(short, last, scale)
+        at += 1
+    factor = gl.convert_layout(unit * _INTEGERS, gl.SliceLayout(1, layout), assert_trivial=True)
+    main, short = times(_of_pairs(main, layout), _of_pairs(short, of_short), factor)
+    return main, short, at
+
+
+@gluon.jit
+def _unit(begin, groups: gl.constexpr, ZERO: gl.constexpr):
+    """What each row's scales are divided by, so that no total overflows.
+
+    Divided, a group's largest weight is at most 16, and its sum 16 / 512 * 448 * 128. 32 of these
+    are 57,344. Zero points that are not from 0 to 15 give larger weights than codes.
+    """
+    scale = gl.abs(begin[0])
+    if ZERO:
+        scale *= (gl.abs(begin[1].to(gl.float32) - 7.5) + 7.5) * 0.0625
+    many: gl.constexpr = 1.0 if groups <= 32 else 2.0 if groups <= 64 else 4.0
+    return gl.maximum(gl.max(scale, axis=1), 1e-18) * many
+
+
+@gluon.jit
+def _inverse(rows):
+    """1 / rows, except for the last bit. An exact division takes ten instructions."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [rows], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _plus(total, sums, rows):
+    """total + sums * rows of pairs in float16, rounded once. rows: a factor for each row."""
+    row: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    factor = gl.convert_layout(_pair(rows, rows), row, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;",
+        "=r,r,r,r", [sums, each(factor, sums.shape), total], dtype=gl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pair(low, high):
+    """Two of float32 as a word of two of float16."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;",
+        "=r,f,f", [low, high], dtype=gl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pairs_under_way(acc):
+    """An accumulator in float16 whose products may run, as words of two neighbours: [rows, n / 2].
+
+    A word is a register as it is, so nothing is read. But in a wait for the accumulator itself each
+    half of a register is a value of its own, for which ptxas sees it read (C7514: then no product
+    runs on).
+    """
+    bits = gl.tensor(acc.handle, acc.type.tensor_type).to(gl.uint16, bitcast=True)
+    low, high = gl.split(bits.reshape([bits.shape[0], bits.shape[1] // 2, 2]))
+    return low.to(gl.uint32) | (high.to(gl.uint32) << 16)
+
+
+@gluon.jit
+def _in_pairs(sums, layout: gl.constexpr):
+    """Sums in float32 [rows, n], in a layout of products, as words of two of float16."""
+    sums = gl.convert_layout(sums, layout, assert_trivial=True)
+    low, high = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
+    return _pair(low, high)
+
+
+@gluon.jit
+def _of_pairs(words, layout: gl.constexpr):
+    """The inverse of `_in_pairs`."""
+    low = (words & 0xFFFF).to(gl.uint16).to(gl.float16, bitcast=True)
+    high = (words >> 16).to(gl.uint16).to(gl.float16, bitcast=True)
+    both = gl.join(low, high).to(gl.float32)
+    both = both.reshape([words.shape[0], 2 * words.shape[1]])
+    return gl.convert_layout(both, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -118,23 +244,6 @@ def begin_of(
 
 
 @gluon.jit
-def _first(begin, KIND: gl.constexpr, row: gl.constexpr):
-    """The scale of each row's sums before the first step. For MXFP4 it is the row's largest
-    exponent, in all steps."""
-    if KIND == _INT4:
-        scale = gl.full([begin[0].shape[0]], 1 / _INTEGERS, gl.float32, row)
-    else:
-        scale = gl.convert_layout(begin[0].to(gl.int32), row, assert_trivial=True)
-    return scale
-
-
-@gluon.jit
-def _factor(scale, KIND: gl.constexpr):
-    """What sums are multiplied by after the last step. Codes were 2^-9 and 2^6 of their values."""
-    return scale * _INTEGERS if KIND == _INT4 else power(gl.maximum(scale - 6, 0))
-
-
-@gluon.jit
 def _add(codes, x_ring, t_ring, stage, main, short, TAIL: gl.constexpr):
     """Adds the products of codes to the sums. They run on."""
     TOKENS: gl.constexpr = main.shape[1]
@@ -161,28 +270,27 @@ def _integers(tile, mma: gl.constexpr):
 
 
 @gluon.jit
-def _zeros(begin, ZERO: gl.constexpr):
-    """Minus scale times zero point of each row and group, as a left operand."""
+def _zeros(begin, inverse, ZERO: gl.constexpr):
+    """Minus scale times zero point of each row and group, in the unit of sums, as a left
+    operand."""
     zero = begin[1].to(gl.float32) if ZERO else 8.0
-    return (-begin[0] * zero).to(gl.bfloat16)
+    return (begin[0] * (zero * gl.expand_dims(inverse * (-1 / _INTEGERS), 1))).to(gl.bfloat16)
 
 
 @gluon.jit
-def _less_zeros(rings, stage, zeros, main, short, TAIL: gl.constexpr):
-    """Subtracts each group's scale times zero point times the tokens' sums."""
+def _zero_sums(
+    rings, stage, zeros, PARTS: gl.constexpr, TOKENS: gl.constexpr, TAIL: gl.constexpr
+):  # fmt: skip
+    """Zeros times the tokens' sums."""
     x_ring, t_ring, _, _, _, _ = rings
     groups: gl.constexpr = zeros.shape[1]
-    TOKENS: gl.constexpr = main.shape[1]
-    layout: gl.constexpr = main.type.layout
-    of_short: gl.constexpr = short.type.layout
+    main, short = no_sums(PARTS, zeros.shape[0], TOKENS, 16)
     all_sums = _sums(x_ring.index(stage), groups)
     main = _times_sums(zeros, all_sums.slice(0, TOKENS, dim=0), main)
     if TAIL:
         sums = tail(all_sums, _sums(t_ring.index(stage), groups), TOKENS)
         short = _times_sums(zeros, sums, short)
-    main, short = waited(main, short, 0, TAIL)
-    main = gl.convert_layout(main, layout, assert_trivial=True)
-    return main, gl.convert_layout(short, of_short, assert_trivial=True)
+    return waited(main, short, 0, TAIL)
 
 
 @gluon.jit
@@ -194,8 +302,7 @@ def _sums(panel, groups: gl.constexpr):
 
 @gluon.jit
 def _times_sums(zeros, sums, acc):
-    """Adds zeros times sums. Runs on, in a layout of products of 16 inputs."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
-    zeros = gl.convert_layout(zeros, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
-    acc = gl.convert_layout(acc, layout, assert_trivial=True)
+    """Adds zeros times sums. Runs on."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    zeros = gl.convert_layout(zeros, operand, assert_trivial=True)
     return warpgroup_mma(zeros, sums.permute((1, 0)), acc, is_async=True)
