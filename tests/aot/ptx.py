@@ -107,7 +107,8 @@ def _one(instruction: str, running: list[set[int]]) -> list[str]:
     name = instruction.split()[0]
     if product := re.match(r"[HQI]GMMA\.64x(\d+)x\S* R(\d+), (?:R(\d+))?", instruction):
         width, sums, left = (int(each or -1) for each in product.groups())
-        running[-1] |= {sums + index for index in range(width // 2)}
+        in_pairs = re.match(r"\wGMMA\.\w+\.F16\.", instruction)  # two sums of float16 in each
+        running[-1] |= {sums + index for index in range(width // (4 if in_pairs else 2))}
         running[-1] |= {left + index for index in range(4) if left >= 0}
         if "gsb0" in instruction:
             running.append(set())
