@@ -30,7 +30,7 @@ class Sums:
         self._in_pairs = False
 
     def in_pairs(self) -> Sums:
-        """As `hopper_four_bits.pairs_under_way`: of words, once it is a value."""
+        """As `hopper_integers.pairs_under_way`: of words, once it is a value."""
         self._in_pairs = True
         return self
 

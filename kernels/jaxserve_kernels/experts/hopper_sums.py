@@ -154,6 +154,20 @@ def waited(main, short, behind: gl.constexpr, TAIL: gl.constexpr):
 
 
 @gluon.jit
+def add_products(codes, x_ring, t_ring, stage, main, short, TAIL: gl.constexpr):
+    """Adds the products of codes to the sums. They run on."""
+    TOKENS: gl.constexpr = main.shape[1]
+    x = x_ring.index(stage).slice(0, TOKENS, dim=0)
+    main = warpgroup_mma(codes, x.permute((1, 0)), main, is_async=True)
+    if TAIL:
+        x = tail(x_ring.index(stage), t_ring.index(stage), TOKENS)
+        again: gl.constexpr = gl.DotOperandLayout(0, short.type.layout, 4)
+        codes = gl.convert_layout(codes, again, assert_trivial=True)
+        short = warpgroup_mma(codes, x.permute((1, 0)), short, is_async=True)
+    return main, short
+
+
+@gluon.jit
 def divisor(scale):
     """Scales of rows, at least so large that sums can be divided by them."""
     return gl.where(gl.abs(scale) < 1e-18, 1e-18, scale)
