@@ -116,15 +116,29 @@ def test_two_programs_of_small_tiles_fit_on_a_multiprocessor(
     assert 2 * 32 * kernel.metadata.num_warps * hopper.SMALL.registers <= 65536
 
 
+def step_of(kernel: Any, tmp_path: Path) -> str:
+    """The machine code of a step of the smallest tile."""
+    ptxas_report(kernel, tmp_path)
+    code = disassembled(tmp_path)
+    loops = re.findall(r"\n\.(L_x_\d+):(?=(.*?)BRA `\(\.\1\))", code, re.DOTALL)
+    return min((body for _, body in loops if "QGMMA" in body), key=len)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_eight_codes_of_mxfp4_take_nine_instructions(gated: bool, tmp_path: Path) -> None:
     """A step of 64 rows: a thread has two rows, a block of each. Of nine instructions two shift."""
-    ptxas_report(compiled("mxfp4", GPT_OSS, gated=gated, small=True), tmp_path)
-    code = disassembled(tmp_path)
-    loops = re.findall(r"\n\.(L_x_\d+):(?=(.*?)BRA `\(\.\1\))", code, re.DOTALL)
-    step = min((body for _, body in loops if "QGMMA" in body), key=len)
+    step = step_of(compiled("mxfp4", GPT_OSS, gated=gated, small=True), tmp_path)
     found = [len(re.findall(name, step)) for name in ("LDS.128", "LDS.U8", "PRMT", r"\bLOP3")]
     assert found == [2, 2, 8 * 4, 8 * 3]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_two_sums_of_int4_are_scaled_in_one_instruction(gated: bool, tmp_path: Path) -> None:
+    """A step of 64 rows and 64 tokens: a thread has two rows, and 32 sums. Only codes are
+    permuted."""
+    step = step_of(compiled("int4", QWEN, gated=gated, small=True), tmp_path)
+    names = ("HFMA2", r"\bFMUL", "F2F", "HADD2", "PRMT")
+    assert [len(re.findall(name, step)) for name in names] == [16, 2, 2, 0, 8]
 
 
 @pytest.mark.parametrize(("name", "most"), [("int4", 13), ("fp8-blocks", 11), ("bf16", 9)])
