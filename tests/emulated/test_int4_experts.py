@@ -8,20 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from triton.language import constexpr
 
-from jaxserve_kernels.experts import ExpertWeights, hopper, hopper_integers
+from jaxserve_kernels.experts import ExpertWeights, hopper
 from jaxserve_kernels.weights import pack_int4
 from tests.emulated.errors import relative_error
 from tests.emulated.test_expert_kernels import expected, summed
 from tests.emulator.targets import gpu
 
 EXPERTS, WIDTH = 2, 128
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["at once", "in turns"])
-def in_turns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_integers, "_IN_TURNS", constexpr(request.param))
 
 
 def weight(seed: int, out: int, depth: int, scale: Any = None, zero: Any = None) -> Any:

@@ -89,7 +89,9 @@ def test_a_product_with_a_router_of_no_whole_tiles(rows: int) -> None:
     assert relative_error(parts.sum(0), wide(x) @ wide(weight).T) < 1e-6
 
 
-@pytest.mark.parametrize(("tokens", "rows", "inputs"), [(65, 33, 192), (200, 96, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "inputs"), [(65, 33, 192), (200, 96, 256), (1030, 70, 128)]
+)
 def test_many_tokens_with_a_router_in_a_chain(tokens: int, rows: int, inputs: int) -> None:
     rng, joined = np.random.default_rng(tokens), HOPPER.replace(joined=True)
     x, weight = (normal(rng, each, inputs, dtype="bfloat16") for each in (tokens, rows))

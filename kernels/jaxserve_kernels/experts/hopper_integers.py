@@ -32,8 +32,6 @@ _BOX = gl.constexpr(BOX)
 _SUMS = gl.constexpr(SUMS)
 _INTEGERS = gl.constexpr(512.0)
 """What integers are divided by if their bits are read as e4m3."""
-_IN_TURNS = gl.constexpr(False)
-"""Whether one half of 128 rows is scaled while the other multiplies."""
 
 
 @gluon.jit
@@ -56,7 +54,7 @@ def integer_sums(
     main, short = _zero_sums(rings, stage, _zeros(begin, inverse, ZERO), PARTS, TOKENS, TAIL)
     mbarrier.arrive(free.index(stage), count=1)
     at += 1
-    if _IN_TURNS and OWN == 128:
+    if OWN == 128:
         main, short, at = _steps_in_turns(
             part, PARTS, rings, inverse, main, short, at, k, STAGES, TAIL, GATHER
         )
