@@ -83,8 +83,6 @@ def hopper_refuses(
     x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
 ) -> Refusal | None:
     """Returns why `hopper` cannot take x [tokens, embed] and ids [tokens, k]; None if it can."""
-    if target.pdl:
-        return Refusal("not with programmatic dependent launch")
     limits = limits_of(target)
     gate_up, least = stacked(w.gate_up), limits.hopper_tokens
     if gate_up is not None and tokens_in_bytes(gate_up):
