@@ -18,7 +18,7 @@ from jaxserve_kernels import pdl
 from jaxserve_kernels.paged_attention import tile_tokens
 from jaxserve_kernels.target import REFERENCE, Target
 from tests.emulated.errors import relative_error
-from tests.emulator.targets import HOPPER, with_pdl
+from tests.emulator.targets import HOPPER, joined, with_pdl
 from tests.kernels.kv_steps import AS_WRITTEN, Sequences
 from tests.tiny_model import tiny_spec
 
@@ -88,6 +88,7 @@ def test_a_step(
         *inputs, REFERENCE
     )
     monkeypatch.setattr(pdl, "call", with_pdl)
+    monkeypatch.setattr(pdl, "join", joined)
     scores, written = step(*inputs, HOPPER)
     assert relative_error(scores, expected) < bound
     for index in range(model.num_layers):  # page 0 is padding's

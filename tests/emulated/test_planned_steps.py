@@ -32,7 +32,7 @@ from jaxserve_checkpoints.dummy import dummy_params
 from jaxserve_kernels import pdl
 from jaxserve_kernels.kv_format import KVFormat, named
 from jaxserve_kernels.target import REFERENCE, Target
-from tests.emulator.targets import HOPPER, with_pdl
+from tests.emulator.targets import HOPPER, joined, with_pdl
 from tests.runner.driver import GREEDY, Placed, certain
 from tests.tiny_model import make_config, tiny_spec
 
@@ -125,6 +125,7 @@ def test_rows_far_into_their_prompts_beside_padding(
     """The last chunk of a long prompt, a short prompt, and padding; another prompt beside both as
     they decode, without padding; then all decode, with drafts at last."""
     monkeypatch.setattr(pdl, "call", with_pdl)
+    monkeypatch.setattr(pdl, "join", joined)
     case = CASES[name]
     spec, config = case.spec, case.config()
     abstract = decoder.abstract(spec, jnp.bfloat16)

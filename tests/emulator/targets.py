@@ -25,3 +25,8 @@ PDL = HOPPER.replace(pdl=True)
 def with_pdl[R](function: Callable[..., R], *args: Any, target: Target) -> R:
     """What `pdl.call` does, at once."""
     return function(*args, target=target.replace(pdl=True))
+
+
+def joined[R](function: Callable[..., R], *args: Any, target: Target) -> R:
+    """What `pdl.join` does, at once, without chains."""
+    return function(*args, target=target.replace(joined=True))

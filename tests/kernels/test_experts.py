@@ -182,9 +182,9 @@ FORMATS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("early", [False, True])
 def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None:
     """Rounding of hidden to bfloat16 where sums differ in their last bits: 4e-3 at most. Many
-    tokens of quantised weights are rounded to e4m3; of MXFP4 also 16 for each expert. With 300 and
-    600 an expert's tiles have about 75 and 150. Products of 9 and of 6 steps are loops with and
-    without a rest."""
+    tokens of quantised weights are rounded to e4m3; of MXFP4 also 16 for each expert, outside of a
+    chain. With 300 and 600 an expert's tiles have about 75 and 150. Products of 9 and of 6 steps
+    are loops with and without a rest."""
     sizes = (16, 4, 1152, 768)
     args = made(tokens, sizes, FORMATS[name], biases=True, dtype=jnp.bfloat16)
 
@@ -198,7 +198,7 @@ def test_kernels_are_the_definition(name: str, tokens: int, early: bool) -> None
     found = np.asarray(jax.jit(launch)(*args), np.float64).sum(0)
     reference = jax.jit(lambda *args: call(*args, target=REFERENCE))(*args)
     expected = np.asarray(reference, np.float64)[0]
-    many = tokens >= (64 if name == "mxfp4" else 300)
+    many = tokens >= (64 if name == "mxfp4" and not early else 300)
     most = 5e-2 if many and name != "bf16" else 6e-3
     assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
 

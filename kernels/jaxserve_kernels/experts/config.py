@@ -79,10 +79,16 @@ def most_blocks(ids: Array, experts: int, tokens: int) -> int:
     return alone + (pairs - alone) // tokens
 
 
+_EARLY = 64
+"""Up to so many tokens, kernels of a chain that load weights before they wait are faster."""
+
+
 def hopper_refuses(
     x: Array, ids: Array | jax.ShapeDtypeStruct, w: ExpertWeights, *, target: Target
 ) -> Refusal | None:
     """Returns why `hopper` cannot take x [tokens, embed] and ids [tokens, k]; None if it can."""
+    if target.pdl and x.shape[0] <= _EARLY:
+        return Refusal(f"up to {_EARLY} tokens in a chain")
     limits = limits_of(target)
     gate_up, least = stacked(w.gate_up), limits.hopper_tokens
     if gate_up is not None and tokens_in_bytes(gate_up):
