@@ -29,7 +29,7 @@ def located(tokens: StepTokens, slots: Array, begin: Array, length: Array) -> St
     """Returns the tokens of a verify step with their places in the state.
 
     Args:
-      slots, begin, length: int32 [rows], see `verify_step.Runs`.
+      slots, begin, length: int32 [rows], see `verify_runs.Runs`.
     """
     rows, total = slots.shape[0], tokens.ids.shape[0]
     first = total // rows * jnp.arange(rows, dtype=jnp.int32)

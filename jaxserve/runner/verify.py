@@ -1,7 +1,7 @@
 """The host side of verify steps: buckets, packed plans, results, and the state on the device.
 
 A row begins where the slot's previous row ended, which the host may not know yet. So the host sends
-drafts and bounds. `verify_step` turns them into the inputs of a mixed step with one chunk per row.
+drafts and bounds. `verify_runs` turns them into the inputs of a mixed step with one chunk per row.
 """
 
 from __future__ import annotations

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxserve.api import MAX_LOGPROBS
 from jaxserve.model_spec import ModelSpec
 from jaxserve.models import decoder
 from jaxserve.models.drafts.places import Ends
 from jaxserve.models.drafts.spec import DraftSpec, MtpDraft
-from jaxserve.models.layer import paged
+from jaxserve.models.layer import Caches, StepTokens, paged
 from jaxserve.runner import recurrent_drafts, sequence_state
-from jaxserve.runner.batch import DECODE_TOKEN, ROW_LOGPROBS, ROW_MASKED, ROW_SAMPLES, StepInputs
+from jaxserve.runner.batch import ROW_LOGPROBS, StepInputs
 from jaxserve.runner.draft_step import (
     StepParams,
     WithHead,
@@ -34,37 +35,21 @@ from jaxserve.runner.step import (
     unaliased,
 )
 from jaxserve.runner.verify import NO_TOKEN, VerifyBucket, VerifyInputs, VerifyState
+from jaxserve.runner.verify_runs import Runs, runs_of, step_inputs
 from jaxserve_kernels.kv_format import format_of, page_size
-from jaxserve_kernels.sampler import Logprobs, RowAdjustments, SlotTables, sample
+from jaxserve_kernels.sampler import Logprobs, RowAdjustments, RowSampling, SlotTables, sample
 from jaxserve_kernels.sampler.adjust import count
 from jaxserve_kernels.target import Target
 
 
-class Runs(NamedTuple):
-    """The consecutive positions that each row computes."""
+class _Chosen(NamedTuple):
+    """What the rows sample, and how."""
 
-    slots: Array  # int32 [rows]
-    begin: Array  # int32 [rows]: the first position
-    length: Array  # int32 [rows]: number of positions; 0 for padding
-    drafts: Array  # int32 [rows, positions - 1]: drafts after the first position, or NO_TOKEN
-
-    @property
-    def used(self) -> Array:
-        """Whether a row computes a position: bool [rows, positions]."""
-        return jnp.arange(self.drafts.shape[1] + 1) < self.length[:, None]
-
-    def accepted(self, chosen: Array) -> Array:
-        """Returns the number of accepted positions of each row, int32 [rows].
-
-        The first position is always accepted. A further one is accepted if the position before it
-        is accepted and chose its draft.
-
-        Args:
-          chosen: int32 [rows, positions], the sampled tokens.
-        """
-        hits = (chosen[:, :-1] == self.drafts) & self.used[:, 1:]
-        found = 1 + jnp.cumprod(hits.astype(jnp.int32), axis=1).sum(axis=1)
-        return jnp.where(self.length > 0, found, 0)
+    tokens: Array  # int32 [rows, positions]
+    logprobs: Logprobs  # of each position
+    accepted: Array  # int32 [rows]: number of accepted positions
+    sampling: RowSampling  # one entry per position
+    adjustments: RowAdjustments  # one entry per position
 
 
 def run_verify_step(
@@ -94,85 +79,171 @@ def run_verify_step(
     asked = unaliased(bucket.unpack(packed), packed[-1])
     sequences = sequence_state.apply(state.sequences, asked.addresses, asked.values)
     verify = with_drafts(verify, asked)
-    size = page_size(paged(state.kv)[0])
+    size, padding_slot = page_size(paged(state.kv)[0]), sequences.shape[0] - 1
     rewrites = all(format_of(kv).rewrites_pages for kv in paged(state.kv))
     runs = runs_of(asked, verify, bucket.positions, None if rewrites else size)
-    inputs = step_inputs(asked, runs, padding_slot=sequences.shape[0] - 1)
+    inputs = step_inputs(asked, runs, padding_slot=padding_slot)
     tokens = locate(inputs, sequences, state.kv, spec)
     if spec.state is not None:
         tokens = recurrent_drafts.located(tokens, runs.slots, runs.begin, runs.length)
-    pre_mlp, kv, tapped = decoder.tapped_forward(
-        model,
-        recurrent_drafts.unsettled(state.kv),
-        tokens,
-        spec,
-        tile_size=bucket.positions,
-        target=target,
-        taps=taps_of(draft),
-    )
-    hidden = decoder.finish(model, pre_mlp, spec, active=tokens.active, target=target)
-    tapped = (hidden,) if isinstance(draft, MtpDraft) else tapped
+    own = (model, draft, state.kv, tokens, spec)
+    hidden, kv, tapped = _forward(*own, tile_size=bucket.positions, target=target)
     draft_kv, states = remember(
         *(params, draft, state.draft_kv, tapped, tokens, state.draft_states, sequences),
         tile_size=bucket.positions,
         target=target,
     )
     scores = decoder.logits(model, hidden, target=target)
+    own = (scores, state.tables, verify.masks, asked, runs, inputs, sequences)
+    chosen = _choose(*own, vocab=sampled_vocab, target=target)
+    own = (model, kv, tokens, chosen.accepted, spec)
+    kv = recurrent_drafts.settled(*own, padding_slot=padding_slot, target=target)
+    ends = ends_of(runs, chosen.tokens, chosen.accepted, asked.row_ends, size)
+    state = state._replace(kv=kv, sequences=sequences, draft_kv=draft_kv)
+    state, states = _advance(state, draft, runs, chosen, ends, states)
+    verify = verify._replace(lengths=verify.lengths.at[runs.slots].set(ends.position))
+    if draft is None:
+        return state, verify
+    own = (params, draft, state, verify, ends, states, chosen, spec)
+    return _draft_next(*own, vocab=sampled_vocab, target=target)
+
+
+def _forward(
+    model: decoder.Params,
+    draft: DraftSpec | None,
+    kv: Caches,
+    tokens: StepTokens,
+    spec: ModelSpec,
+    *,
+    tile_size: int,
+    target: Target,
+) -> tuple[Array, Caches, Sequence[Array]]:
+    """Computes the positions.
+
+    Returns:
+      The final hidden states [tokens, embed]; the caches, with a recurrent state that is still to
+      be settled; and the head's input, see `finish_rows`.
+    """
+    pre_mlp, kv, tapped = decoder.tapped_forward(
+        model,
+        recurrent_drafts.unsettled(kv),
+        tokens,
+        spec,
+        tile_size=tile_size,
+        target=target,
+        taps=taps_of(draft),
+    )
+    hidden = decoder.finish(model, pre_mlp, spec, active=tokens.active, target=target)
+    return hidden, kv, (hidden,) if isinstance(draft, MtpDraft) else tapped
+
+
+def _choose(
+    scores: Array,
+    tables: SlotTables,
+    masks: Array,
+    asked: VerifyInputs,
+    runs: Runs,
+    inputs: StepInputs,
+    sequences: Array,
+    *,
+    vocab: int,
+    target: Target,
+) -> _Chosen:
+    """Samples a token at each position, and accepts positions.
+
+    Args:
+      scores: [tokens, padded vocabulary].
+      tables: of the slots.
+      masks: see `VerifyState`.
+    """
     adjustments = row_adjustments(inputs, sequences)
-    position_tables = tables_of_positions(state.tables, verify.masks, asked, runs, adjustments)
+    position_tables = tables_of_positions(tables, masks, asked, runs, adjustments)
     sampling = row_sampling(inputs, sequences)
-    chosen, logprobs, _ = sample(
+    tokens, logprobs, _ = sample(
         scores,
         sampling,
-        adjustments._replace(slots=jnp.arange(bucket.tokens)),
+        adjustments._replace(slots=jnp.arange(scores.shape[0])),
         position_tables,
         (inputs.row_flags & ROW_LOGPROBS) != 0,
-        vocab=sampled_vocab,
+        vocab=vocab,
         alternatives=MAX_LOGPROBS,
         target=target,
     )
-    chosen = chosen.reshape(bucket.rows, bucket.positions)
-    accepted = runs.accepted(chosen)
-    own = (model, kv, tokens, accepted, spec)
-    kv = recurrent_drafts.settled(*own, padding_slot=sequences.shape[0] - 1, target=target)
-    ends = ends_of(runs, chosen, accepted, asked.row_ends, size)
-    sequences = with_last_tokens(sequences, runs.slots, chosen, accepted)
-    last = bucket.positions * jnp.arange(bucket.rows) + jnp.maximum(accepted - 1, 0)
-    slots = jnp.where(accepted > 0, runs.slots, sequences.shape[0] - 1)
+    tokens = tokens.reshape(asked.masked.shape)
+    return _Chosen(tokens, logprobs, runs.accepted(tokens), sampling, adjustments)
+
+
+def _advance(
+    state: DeviceState,
+    draft: DraftSpec | None,
+    runs: Runs,
+    chosen: _Chosen,
+    ends: Ends,
+    states: Array | None,
+) -> tuple[DeviceState, Array | None]:
+    """Moves the slots to the ends of their rows.
+
+    Args:
+      state: with the step's caches.
+      states: see `remember`.
+
+    Returns:
+      The state with the step's results, and of `states` those of the last accepted positions,
+      [rows, embed].
+    """
+    rows, positions = chosen.tokens.shape
+    accepted, padding_slot = chosen.accepted, state.sequences.shape[0] - 1
+    sequences = with_last_tokens(state.sequences, runs.slots, chosen.tokens, accepted)
+    last = positions * jnp.arange(rows) + jnp.maximum(accepted - 1, 0)
+    slots = jnp.where(accepted > 0, runs.slots, padding_slot)
     own = (draft, state.draft_states, sequences, states, last, slots, ends.position)
     draft_states, sequences = keep(*own)
-    state = DeviceState(
-        kv,
-        sequences,
-        with_counts(state.tables, chosen, accepted, adjustments),
-        state.pre_mlp,
-        overwritten(state.results, _results(chosen, logprobs, accepted)),
-        draft_kv,
-        draft_states,
+    state = state._replace(
+        sequences=sequences,
+        tables=with_counts(state.tables, chosen.tokens, accepted, chosen.adjustments),
+        results=overwritten(state.results, _results(chosen.tokens, chosen.logprobs, accepted)),
+        draft_states=draft_states,
     )
-    lengths = verify.lengths.at[runs.slots].set(runs.begin + accepted)
-    verify = verify._replace(lengths=lengths)
-    if draft is None:
-        return state, verify
-    assert isinstance(params, WithHead) and draft_kv is not None
-    page_table = sequence_state.page_tables(sequences, len(paged(kv)))[0]
+    return state, None if states is None else states[last]
+
+
+def _draft_next(
+    params: StepParams,
+    draft: DraftSpec,
+    state: DeviceState,
+    verify: VerifyState,
+    ends: Ends,
+    states: Array | None,
+    chosen: _Chosen,
+    spec: ModelSpec,
+    *,
+    vocab: int,
+    target: Target,
+) -> tuple[DeviceState, VerifyState]:
+    """Drafts for the next verify step.
+
+    Args:
+      states: see `draft_ahead`.
+    """
+    assert isinstance(params, WithHead) and state.draft_kv is not None
+    rows = ends.slots.shape[0]
     drafts, count, draft_kv = draft_ahead(
         params,
         draft,
-        draft_kv,
-        page_table,
+        state.draft_kv,
+        sequence_state.page_tables(state.sequences, len(paged(state.kv)))[0],
         ends,
-        None if states is None else states[last],
-        _of_rows(sampling, bucket.rows),
-        _of_rows(adjustments, bucket.rows),
+        states,
+        _of_rows(chosen.sampling, rows),
+        _of_rows(chosen.adjustments, rows),
         state.tables,
         spec,
         most=verify.drafts.shape[1] // 2,
-        vocab=sampled_vocab,
+        vocab=vocab,
         target=target,
     )
-    state = state._replace(draft_kv=draft_kv)
-    return state, with_own_drafts(verify, runs.slots, drafts, count)
+    verify = with_own_drafts(verify, ends.slots, drafts, count)
+    return state._replace(draft_kv=draft_kv), verify
 
 
 def with_drafts(state: VerifyState, asked: VerifyInputs) -> VerifyState:
@@ -218,75 +289,6 @@ def ends_of(runs: Runs, chosen: Array, accepted: Array, row_ends: Array, page: i
         position=runs.begin + accepted,
         held=jnp.where(accepted > 0, held, 0),
     )
-
-
-def runs_of(asked: VerifyInputs, state: VerifyState, positions: int, page: int | None) -> Runs:
-    """Returns the positions that each row computes. Drafts, bounds and the bucket limit them.
-
-    Args:
-      positions: positions per row of the bucket.
-      page: tokens per page if a row must stay in the page where it begins; otherwise None.
-    """
-    slots = asked.row_slots
-    begin = jnp.where(asked.row_starts < 0, state.lengths[slots], asked.row_starts)
-    first, window = state.draft_first[slots], state.drafts.shape[1]
-    index = begin[:, None] + 1 + jnp.arange(positions - 1) - first[:, None]
-    there = (first[:, None] > 0) & (index >= 0) & (index < window)
-    found = jnp.take_along_axis(state.drafts[slots], jnp.clip(index, 0, window - 1), axis=1)
-    drafts = jnp.where(there, found, NO_TOKEN)
-    known = jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(axis=1)
-    end = asked.row_ends
-    if page is not None:
-        end = jnp.minimum(end, (lax.div(begin, page) + 1) * page)
-    most = jnp.minimum(asked.row_positions, 1 + known)
-    return Runs(slots, begin, jnp.clip(jnp.minimum(most, end - begin), 0, positions), drafts)
-
-
-def step_inputs(asked: VerifyInputs, runs: Runs, *, padding_slot: int) -> StepInputs:
-    """Returns the inputs of a mixed step. Each run is a chunk, and each position is a row that
-    samples. Positions that no run uses are padding."""
-    used = runs.used
-    rows, positions = used.shape
-    step = jnp.arange(positions)
-    last = jnp.full((rows, 1), DECODE_TOKEN)
-    ids = jnp.where(used, jnp.concatenate([last, runs.drafts], axis=1), 0).reshape(-1)
-    slots = jnp.where(used, runs.slots[:, None], padding_slot).reshape(-1)
-    flags = asked.row_flags[:, None] | jnp.where(asked.masked != 0, ROW_MASKED, 0)
-    nothing = jnp.zeros(0, jnp.int32)
-    return StepInputs(
-        addresses=asked.addresses,
-        values=asked.values,
-        token_ids=ids,
-        token_slots=slots,
-        token_positions=jnp.where(used, runs.begin[:, None] + step, 0).reshape(-1),
-        row_slots=slots,
-        row_last=jnp.arange(rows * positions),
-        row_flags=jnp.where(used, flags | ROW_SAMPLES, 0).reshape(-1),
-        row_kept=nothing,
-        row_kept_slots=nothing,
-        **_tiles(runs, positions, padding_slot),
-        decode_first=nothing,
-        decode_length=nothing,
-        decode_slots=nothing,
-        decode_positions=nothing,
-    )
-
-
-def _tiles(runs: Runs, positions: int, padding_slot: int) -> dict[str, Array]:
-    """Returns one query tile per run. Padding tiles come last, as attention expects."""
-    rows = runs.slots.shape[0]
-    real = runs.length > 0
-    place = jnp.where(real, jnp.cumsum(real, dtype=jnp.int32) - 1, rows)
-
-    def moved(values: Array, padding: int) -> Array:
-        return jnp.full(rows, padding, jnp.int32).at[place].set(values, mode="drop")
-
-    return {
-        "tile_first": moved(positions * jnp.arange(rows), 0),
-        "tile_length": moved(runs.length, 0),
-        "tile_slots": moved(runs.slots, padding_slot),
-        "tile_positions": moved(runs.begin, 0),
-    }
 
 
 def tables_of_positions(
