@@ -15,24 +15,19 @@ import jax
 from jax import Array
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from jaxserve_kernels.paged_attention.config import LOG2_E, HopperConfig, tile_tokens
 from jaxserve_kernels.paged_attention.hopper_pages import copy_tiles, length_of, share_of
+from jaxserve_kernels.paged_attention.hopper_visits import (
+    WARPGROUP_ROWS,
+    first_visit,
+    last_values,
+    more_visits,
+)
 from jaxserve_kernels.paged_attention.reference import QueryTiles
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import tensor_descriptor, triton_call
-
-_MASKED = gl.constexpr(float("-inf"))
-"""Score of a masked key. It must be infinite, because scores are scaled after they are masked. The
-exponential uses the exact product with the scale, the peak the rounded one. For a large finite
-number the two differ by 1e20 and more, so a row that sees no key of its split would get an infinite
-or a zero weight."""
 
 _MORE_TILES = 16
 """Programs beyond one per whole tile, for the partial tiles at the ends of chunks. A step has room
@@ -42,74 +37,23 @@ takes several."""
 _MORE_SPLIT_TILES = 1
 """The same in steps with splits, where each tile has several programs."""
 
-_ROWS = gl.constexpr(64)
-"""Query rows of a warpgroup."""
-
 _MOST_IN_REGISTERS = gl.constexpr(128)
 """Up to this dimension of heads, queries stay in registers. Otherwise the sums leave no room."""
 
-_LEAST = gl.constexpr(-1.0e30)
-"""The peak of a row that has seen no key. It is finite, so that -inf minus the peak is -inf, not
-NaN."""
-
 
 @gluon.jit
-def _pinned(x):
-    """Returns x, and keeps the compiler from computing it later. Otherwise it would move the
-    computation after the wait for the product that it should overlap."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=False, pack=2
-    )
-
-
-@gluon.jit
-def _softmax(scores, peak, weight, scale: gl.constexpr):
-    """Streamed softmax: the weights of these scores, and the factor by which earlier sums
-    shrink."""
-    new_peak = gl.maximum(peak, gl.max(scores, axis=1) * scale)
-    probs = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
-    shrink = gl.exp2(peak - new_peak)
-    return probs, shrink, new_peak, weight * shrink + gl.sum(probs, axis=1)
-
-
-@gluon.jit
-def _visible(key, row_position, WINDOW: gl.constexpr):
-    """Which rows see which keys: [rows, keys]. WINDOW: 0 for none."""
-    visible = gl.expand_dims(key, 0) <= gl.expand_dims(row_position, 1)
-    if WINDOW:
-        visible = visible & (gl.expand_dims(key, 0) > gl.expand_dims(row_position, 1) - WINDOW)
-    return visible
-
-
-@gluon.jit
-def _visit(
-    index, block, limit, q, p, acc, peak, weight, blocks, ready, free, row_position,
-    scale: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr,
-    WINDOW: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
-):  # fmt: skip
-    """Computes scores and softmax of a block, and the weighted values of the previous block.
-    `index` counts the program's blocks over all its tiles; this tile's end before `limit`."""
-    stage = index % STAGES
-    before = (index - 1) % STAGES
-    zeros = gl.zeros([_ROWS, KEYS], gl.float32, s_layout)
-    keys = blocks.index(2 * stage).permute((1, 0))
-    scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
-    acc_later = warpgroup_mma(p, blocks.index(2 * before + 1), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
-    if MASK:
-        key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
-        visible = _visible(key, row_position, WINDOW)
-        scores = gl.where(visible, scores, _MASKED)
-    probs, shrink, peak, weight = _softmax(scores, peak, weight, scale)
-    p_next = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
-    p_next = _pinned(p_next)
-    after = index + 1  # wait here: the wait ends the basic block that contains the softmax
-    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
-    acc, p, p_next = warpgroup_mma_wait(0, deps=[acc_later, p, p_next])
-    gl.barrier()
-    mbarrier.arrive(free.index(before), count=1)
-    acc = acc * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, o_layout)), 1)
-    return p_next, acc, peak, weight
+def _queries(source, mask, q_tiles, part: gl.constexpr, s_layout: gl.constexpr):
+    """Loads queries [rows, dim]. Returns them in registers, or large heads in shared memory."""
+    q = gl.load(source, mask=mask, other=0.0)
+    if q.shape[1] > _MOST_IN_REGISTERS:
+        q_tile = q_tiles.index(part)
+        q_tile.store(q)
+        fence_async_shared()
+        gl.barrier()
+        q = q_tile
+    else:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, s_layout, 2))
+    return q
 
 
 @gluon.jit
@@ -126,94 +70,38 @@ def _attend(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
 
-    row = gl.arange(0, _ROWS, gl.SliceLayout(1, flat))
+    row = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, flat))
     token = part * TOKENS + row // group
     valid = (row < TOKENS * group) & (token < length)
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, flat)), 0)
     q_row = (first + token).to(gl.int64) * q_heads + kv_head * group + row % group
     places = gl.expand_dims(q_row, 1) * DIM + dim
     mask = gl.expand_dims(valid, 1)
-    q = gl.load(q_ptr + places, mask=mask, other=0.0)
-    if DIM > _MOST_IN_REGISTERS:
-        q_tile = q_tiles.index(part)
-        q_tile.store(q)
-        fence_async_shared()
-        gl.barrier()
-        q = q_tile
-    else:
-        q = gl.convert_layout(q, gl.DotOperandLayout(0, s_layout, 2))
+    q = _queries(q_ptr + places, mask, q_tiles, part, s_layout)
 
     last = position + length - 1
     full = (position + 1) // KEYS  # blocks that are visible to all rows
-    row_token = part * TOKENS + gl.arange(0, _ROWS, row_s) // group
+    row_token = part * TOKENS + gl.arange(0, WARPGROUP_ROWS, row_s) // group
     row_position = position + gl.minimum(row_token, length - 1)
-    key = begin * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
-    zeros = gl.zeros([_ROWS, KEYS], gl.float32, s_layout)
-    limit = base + end - begin
-
-    stage = base % STAGES
-    mbarrier.wait(ready.index(stage), (base // STAGES) & 1)
-    keys = blocks.index(2 * stage).permute((1, 0))
-    scores = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    scores = gl.where(_visible(key, row_position, WINDOW), scores, _MASKED)
-    peak = gl.full([_ROWS], _LEAST, gl.float32, row_s)
-    weight = gl.zeros([_ROWS], gl.float32, row_s)
-    if sinks_ptr is not None:
-        sink_row = gl.arange(0, _ROWS, row_s)
-        has_sink = (sink_row < TOKENS * group) & (split == 0)
-        sink = sinks_ptr + kv_head * group + sink_row % group
-        sink = gl.load(sink, mask=has_sink, other=0.0).to(gl.float32)
-        peak = gl.where(has_sink, sink * 1.4426950408889634, peak)
-        weight = gl.where(has_sink, 1.0, weight)
-    probs, _, peak, weight = _softmax(scores, peak, weight, scale)
-    p = gl.convert_layout(probs.to(gl.bfloat16), gl.DotOperandLayout(0, o_layout, 2))
-    acc = gl.zeros([_ROWS, DIM], gl.float32, o_layout)
-    after = base + 1
-    mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1, pred=after < limit)
-
-    start = begin + 1
-    if WINDOW:
-        start = gl.maximum(start, gl.minimum(gl.maximum(last - WINDOW, 0) // KEYS + 1, end))
-        for block in range(begin + 1, start):  # the window cuts these for the last row
-            p, acc, peak, weight = _visit(
-                base + block - begin, block, limit, q, p, acc, peak, weight, blocks, ready, free,
-                row_position, scale, KEYS, STAGES, True, WINDOW, s_layout, o_layout,
-            )  # fmt: skip
-    for block in range(start, gl.minimum(full, end)):
-        p, acc, peak, weight = _visit(
-            base + block - begin, block, limit, q, p, acc, peak, weight, blocks, ready, free,
-            row_position, scale, KEYS, STAGES, False, WINDOW, s_layout, o_layout,
-        )  # fmt: skip
-    for block in range(gl.maximum(full, start), end):
-        p, acc, peak, weight = _visit(
-            base + block - begin, block, limit, q, p, acc, peak, weight, blocks, ready, free,
-            row_position, scale, KEYS, STAGES, True, WINDOW, s_layout, o_layout,
-        )  # fmt: skip
-
-    stage = (limit - 1) % STAGES
-    values = blocks.index(2 * stage + 1)
-    if end * KEYS > last + 1:  # an earlier owner may have left anything past the end, even NaN
-        value_key = (end - 1) * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, flat))
-        kept = gl.where(gl.expand_dims(value_key <= last, 1), values.load(flat), 0.0)
-        values.store(kept)  # both groups store the same
-        fence_async_shared()
-        gl.barrier()
-    acc = warpgroup_mma(p, values, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    gl.barrier()
-    mbarrier.arrive(free.index(stage), count=1)
+    p, acc, peak, weight = first_visit(
+        q, sinks_ptr, blocks, ready, base, begin, end, row_position, kv_head, split,
+        scale, group, TOKENS, DIM, KEYS, STAGES, WINDOW, s_layout, o_layout,
+    )  # fmt: skip
+    p, acc, peak, weight = more_visits(
+        q, p, acc, peak, weight, blocks, ready, free, base, begin, end, full, last,
+        row_position, scale, KEYS, STAGES, WINDOW, s_layout, o_layout,
+    )  # fmt: skip
+    acc = last_values(p, acc, blocks, free, base, begin, end, last, KEYS, STAGES, flat)
 
     if alone:
-        out = acc / gl.expand_dims(gl.convert_layout(weight, row_o), 1)
+        out = acc / gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, o_layout)), 1)
         gl.store(out_ptr + places, gl.convert_layout(out.to(gl.bfloat16), flat), mask=mask)
     elif SPLITS > 1:
         part_places = (part_row + gl.expand_dims(part * TOKENS * group + row, 1)).to(gl.int64)
         gl.store(part_ptr + part_places * DIM + dim, gl.convert_layout(acc, flat), mask=mask)
-        stat = gl.arange(0, _ROWS, row_s)
-        held = (stat < TOKENS * group) & (part * TOKENS + stat // group < length)
+        stat = gl.arange(0, WARPGROUP_ROWS, row_s)
+        held = (stat < TOKENS * group) & (row_token < length)
         place = part_row + part * TOKENS * group + stat
         gl.store(peak_ptr + place, peak, mask=held)
         gl.store(weight_ptr + place, weight, mask=held)
@@ -273,7 +161,7 @@ def _program(
     blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, KEYS, DIM], kv.layout)
     q_tiles = blocks
     if DIM > _MOST_IN_REGISTERS:
-        q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _ROWS, DIM], kv.layout)
+        q_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, WARPGROUP_ROWS, DIM], kv.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
