@@ -25,15 +25,12 @@ from jaxserve_kernels.paged_attention.triton_merge import merged, part_types
 from jaxserve_kernels.paged_attention.triton_visits import (
     BF16,
     FP8,
-    INT8,
-    LIFT,
-    MASKED,
     copy_page,
     for_each_warp,
-    of_all_warps,
     pages_of_split,
     visit_page,
 )
+from jaxserve_kernels.paged_attention.triton_warps_softmax import finish, own_key
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.triton_call import triton_call
 
@@ -60,11 +57,8 @@ def _attend(
     KEYS: gl.constexpr = PAGE // WARPS
     TILES: gl.constexpr = 4 if KIND == BF16 else 2
     group: gl.constexpr = q_heads // kv_heads
-    dtype: gl.constexpr = gl.bfloat16 if KIND == BF16 else gl.float16
     flat: gl.constexpr = gl.BlockedLayout([1, HALF // 32], [1, 32], [WARPS, 1], [1, 0])
-    of_row: gl.constexpr = gl.SliceLayout(1, flat)
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // HALF, HALF // 8, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
@@ -96,73 +90,27 @@ def _attend(
         kv_ptr, scales_ptr, first_page, table, ring, scales_ring, begin, end, position, kv_head,
         kv_heads, KIND, WINDOW,
     )  # fmt: skip
-    new_page = first_page + gl.load(page_ptr + token)
-    new_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
-    new_row += gl.load(offset_ptr + token)
-    key_scale = 1.0
-    value_scale = 1.0
-    if KIND == FP8:
-        of_head = scales_ptr + (layer * kv_heads + kv_head) * 2
-        key_scale = gl.load(of_head)
-        value_scale = gl.load(of_head + 1)
-
-    low, high = token_heads(
-        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, kv_head,
-        stride, parts, q_heads, kv_heads, eps, ROWS, HALF, 2, flat, EARLY,
+    low, high, key_scale, value_scale = _own_heads(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, kv_ptr, scales_ptr, page_ptr,
+        offset_ptr, layer, first_page, token, kv_head, owner, stride, parts, eps, q_heads, kv_heads,
+        ROWS, HALF, PAGE, KIND, flat, EARLY,
     )  # fmt: skip
-    row = gl.arange(0, ROWS, of_row)
-    is_new = (row == group) | (row == group + 1)
-    if owner:
-        low, high, key_scale, value_scale = write_heads(
-            low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale, group, PAGE,
-            KIND,
-        )  # fmt: skip
-    heads_mem = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], plain)
-    heads_mem.index(0).store(low.to(dtype))
-    heads_mem.index(1).store(high.to(dtype))
-    q_low = for_each_warp(heads_mem.index(0), right)
-    q_high = for_each_warp(heads_mem.index(1), right)
+    heads_mem, q_low, q_high = _shared(low, high, sums, KIND)
 
-    peak, weights, acc_low, acc_high = _own_key(
+    peak, weights, acc_low, acc_high = own_key(
         low, high, heads_mem, key_scale, value_scale, owner, scale, group, sums, KEYS, KIND
     )  # fmt: skip
     score_scale = scale * key_scale if KIND == FP8 else scale * 1.0
-    for block in range(begin, end):
-        place = (block - begin) % STAGES
-        page = gl.load(table + gl.minimum(block + STAGES, end - 1))
-        async_copy.wait_group(STAGES - 1)
-        gl.barrier()
-        peak, weights, acc_low, acc_high = visit_page(
-            tiles, scales, place, position - block * PAGE, q_low, q_high,
-            peak, weights, acc_low, acc_high, score_scale, KIND, WINDOW,
-        )  # fmt: skip
-        if block + STAGES < end:
-            gl.barrier()
-            at = ((first_page + page).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
-            copy_page(
-                kv_ptr, scales_ptr, at, position - (block + STAGES) * PAGE,
-                ring.index(place), scales_ring.index(place), PAGE, HALF, KIND, WINDOW,
-            )  # fmt: skip
-        async_copy.commit_group()
-
-    low, high, peak, weight = _joined(ring, peak, weights, acc_low, acc_high, flat)
-    if sinks_ptr is not None:  # noqa: SIM102  (known when it is compiled)
-        if split == 0:
-            sink = gl.load(sinks_ptr + kv_head * group + row, mask=row < group, other=0.0)
-            low, high, peak, weight = _with_sink(low, high, peak, weight, sink)
-    if KIND != BF16:
-        rest = value_scale if KIND == FP8 else 1.0 / LIFT
-        low *= rest
-        high *= rest
-    if per_split >= blocks:  # the first split has visited everything
-        share = gl.expand_dims(1.0 / weight, 1)
-        place = token * q_heads + kv_head * group + row
-        _store(out_ptr, place, low * share, high * share, group)
-    elif SPLITS > 1:
-        place = ((tile * kv_heads + kv_head) * SPLITS + split).to(gl.int64) * ROWS + row
-        _store(part_ptr, place, low, high, group)
-        gl.store(peak_ptr + place, peak, mask=row < group)
-        gl.store(weight_ptr + place, weight, mask=row < group)
+    peak, weights, acc_low, acc_high = _visit_pages(
+        kv_ptr, scales_ptr, first_page, table, ring, scales_ring, tiles, scales, q_low, q_high,
+        peak, weights, acc_low, acc_high, score_scale, begin, end, position, kv_head, kv_heads,
+        KIND, WINDOW,
+    )  # fmt: skip
+    finish(
+        ring, peak, weights, acc_low, acc_high, value_scale, sinks_ptr, out_ptr, part_ptr, peak_ptr,
+        weight_ptr, token, tile, kv_head, split, per_split >= blocks, q_heads, kv_heads,
+        SPLITS, KIND, flat,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -188,93 +136,81 @@ def _fill(
 
 
 @gluon.jit
-def _joined(ring, peak, weights, acc_low, acc_high, flat: gl.constexpr):
-    """The softmax of all warps: both halves of its sums [rows, half], its peaks and its weights.
-    Takes the memory of the ring."""
-    WARPS: gl.constexpr = acc_low.shape[0]
-    HALF: gl.constexpr = acc_low.shape[1]
-    ROWS: gl.constexpr = acc_low.shape[2]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    spread_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [3, 2, 1, 0])
-    spread_2: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    peaks_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    weights_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    acc = gl.permute(gl.join(acc_low, acc_high), (3, 0, 2, 1))
-    gl.barrier()  # all warps have finished reading the ring
-    ring.reinterpret(gl.float32, [2, WARPS, ROWS, HALF], spread_4).store(acc)
-    peaks_mem.store(peak)
-    weights_mem.store(gl.sum(weights, axis=1))
-    return of_all_warps(
-        ring.reinterpret(gl.float32, [2 * WARPS, ROWS, HALF], spread_2),
-        peaks_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
-        weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
-        flat,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _own_key(
-    low, high, heads_mem, key_scale, value_scale, owner,
-    scale: gl.constexpr, group: gl.constexpr, sums: gl.constexpr, KEYS: gl.constexpr,
-    KIND: gl.constexpr,
+def _own_heads(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, kv_ptr, scales_ptr, page_ptr,
+    offset_ptr, layer, first_page, token, kv_head, owner,
+    stride: gl.constexpr, parts: gl.constexpr, eps: gl.constexpr, q_heads: gl.constexpr,
+    kv_heads: gl.constexpr, ROWS: gl.constexpr, HALF: gl.constexpr, PAGE: gl.constexpr,
+    KIND: gl.constexpr, flat: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The softmax of each warp before the first page: of the first warp, if the program is the
-    `owner` of the token's key and value, with these as its first key; of the others with none."""
-    ROWS: gl.constexpr = low.shape[0]
-    HALF: gl.constexpr = low.shape[1]
-    WARPS: gl.constexpr = gl.num_warps()
-    by_query: gl.constexpr = gl.SliceLayout(1, sums)
-    of_dim: gl.constexpr = gl.SliceLayout(0, low.type.layout)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    peak = gl.full([WARPS, ROWS], MASKED, gl.float32, by_query)
-    weights = gl.zeros([WARPS, KEYS, ROWS], gl.float32, sums)
-    acc_low = gl.zeros([WARPS, HALF, ROWS], gl.float32, sums)
-    acc_high = acc_low
+    """The token's own heads, as halves [rows, half], and the scales of its key and value. The
+    `owner` writes these to the cache."""
+    group: gl.constexpr = q_heads // kv_heads
+    new_page = first_page + gl.load(page_ptr + token)
+    new_row = (new_page.to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+    new_row += gl.load(offset_ptr + token)
+    key_scale = 1.0
+    value_scale = 1.0
+    if KIND == FP8:
+        of_head = scales_ptr + (layer * kv_heads + kv_head) * 2
+        key_scale = gl.load(of_head)
+        value_scale = gl.load(of_head + 1)
+    low, high = token_heads(
+        qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, kv_head,
+        stride, parts, q_heads, kv_heads, eps, ROWS, HALF, 2, flat, EARLY,
+    )  # fmt: skip
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, flat))
+    is_new = (row == group) | (row == group + 1)
     if owner:
-        heads = heads_mem.reinterpret(heads_mem.dtype, [2 * ROWS, HALF], vector)
-        products = low * gl.expand_dims(heads.index(group).load(of_dim).to(gl.float32), 0)
-        key_high = heads.index(ROWS + group).load(of_dim).to(gl.float32)
-        products += high * gl.expand_dims(key_high, 0)
-        score = gl.sum(products, axis=1) * (key_scale * scale)
-        score = gl.expand_dims(gl.convert_layout(score, gl.SliceLayout(0, by_query)), 0)
-        warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, by_query)), 1)
-        peak = gl.where(warp == 0, score, peak)
-        one = gl.expand_dims(gl.where(warp == 0, 1.0, peak * 0.0), 1)
-        down: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
-        key = gl.expand_dims(gl.expand_dims(gl.arange(0, KEYS, down), 0), 2)
-        weights += gl.where(key == 0, one, 0.0)
-        if KIND == INT8:
-            one *= value_scale * LIFT
-        value = heads.index(group + 1).load(down).to(gl.float32)
-        acc_low += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
-        value = heads.index(ROWS + group + 1).load(down).to(gl.float32)
-        acc_high += gl.expand_dims(gl.expand_dims(value, 0), 2) * one
+        low, high, key_scale, value_scale = write_heads(
+            low, high, is_new, kv_ptr, scales_ptr, new_row, key_scale, value_scale, group, PAGE,
+            KIND,
+        )  # fmt: skip
+    return low, high, key_scale, value_scale
+
+
+@gluon.jit
+def _shared(low, high, sums: gl.constexpr, KIND: gl.constexpr):
+    """Halves of heads [rows, half] in shared memory, and as operands of every warp, in the dtype of
+    products."""
+    dtype: gl.constexpr = gl.bfloat16 if KIND == BF16 else gl.float16
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    heads_mem = gl.allocate_shared_memory(dtype, [2, low.shape[0], low.shape[1]], plain)
+    heads_mem.index(0).store(low.to(dtype))
+    heads_mem.index(1).store(high.to(dtype))
+    q_low = for_each_warp(heads_mem.index(0), right)
+    q_high = for_each_warp(heads_mem.index(1), right)
+    return heads_mem, q_low, q_high
+
+
+@gluon.jit
+def _visit_pages(
+    kv_ptr, scales_ptr, first_page, table, ring, scales_ring, tiles, scales, q_low, q_high,
+    peak, weights, acc_low, acc_high, score_scale, begin, end, position, kv_head,
+    kv_heads: gl.constexpr, KIND: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """Visits the pages from `begin` to `end`. The next ones are copied meanwhile."""
+    STAGES: gl.constexpr = ring.shape[0]
+    PAGE: gl.constexpr = ring.shape[2]
+    for block in range(begin, end):
+        place = (block - begin) % STAGES
+        page = gl.load(table + gl.minimum(block + STAGES, end - 1))
+        async_copy.wait_group(STAGES - 1)
+        gl.barrier()
+        peak, weights, acc_low, acc_high = visit_page(
+            tiles, scales, place, position - block * PAGE, q_low, q_high,
+            peak, weights, acc_low, acc_high, score_scale, KIND, WINDOW,
+        )  # fmt: skip
+        if block + STAGES < end:
+            gl.barrier()
+            at = ((first_page + page).to(gl.int64) * kv_heads + kv_head) * (2 * PAGE)
+            copy_page(
+                kv_ptr, scales_ptr, at, position - (block + STAGES) * PAGE,
+                ring.index(place), scales_ring.index(place), PAGE, ring.shape[3], KIND, WINDOW,
+            )  # fmt: skip
+        async_copy.commit_group()
     return peak, weights, acc_low, acc_high
-
-
-@gluon.jit
-def _with_sink(low, high, peak, weight, sink):
-    """The softmax with each query's sink, a logit without a value."""
-    sink = sink.to(gl.float32) * 1.4426950408889634
-    top = gl.maximum(peak, sink)
-    shrink = gl.exp2(peak - top)
-    weight = weight * shrink + gl.exp2(sink - top)
-    low *= gl.expand_dims(shrink, 1)
-    high *= gl.expand_dims(shrink, 1)
-    return low, high, top, weight
-
-
-@gluon.jit
-def _store(out_ptr, place, low, high, group: gl.constexpr):
-    """Stores both halves of the first `group` heads at their places, in the target's dtype."""
-    HALF: gl.constexpr = low.shape[1]
-    row = gl.expand_dims(gl.arange(0, low.shape[0], gl.SliceLayout(1, low.type.layout)), 1)
-    dim = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, low.type.layout)), 0)
-    at = out_ptr + gl.expand_dims(place, 1) * (2 * HALF) + dim
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    gl.store(at, low.to(dtype), mask=row < group)
-    gl.store(at + HALF, high.to(dtype), mask=row < group)
 
 
 def heuristic(*, tiles: int, kv_heads: int, kind: gl.constexpr, target: Target) -> Config:
