@@ -28,6 +28,7 @@ from jaxserve_kernels.kv_format.kvarn.triton_attention import part_types
 from jaxserve_kernels.kv_format.kvarn.triton_heads import rotated, store_heads
 from jaxserve_kernels.kv_format.kvarn.triton_merge import merge
 from jaxserve_kernels.kv_format.kvarn.triton_ring import TILES, copy_unit, units_of
+from jaxserve_kernels.kv_format.kvarn.triton_streaming_softmax import of_all_warps, own_key
 from jaxserve_kernels.kv_format.kvarn.triton_visits import stacked, visit_codes, visit_raw
 from jaxserve_kernels.paged_attention.config import LOG2_E, Config
 from jaxserve_kernels.paged_attention.triton_heads import token_heads
@@ -55,97 +56,6 @@ _CHUNK = 64
 
 
 @gluon.jit
-def _of_all_warps(ring, peak, weights, acc0, acc1, acc2, acc3, layout: gl.constexpr):
-    """Adds the warps' results by their softmax weights, in the ring's memory: quarters [rows,
-    quarter] in a layout of all warps, and the peak and weight of the sum."""
-    WARPS: gl.constexpr = acc0.shape[0]
-    QUARTER: gl.constexpr = acc0.shape[1]
-    ROWS: gl.constexpr = acc0.shape[2]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    peaks_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    weights_mem = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
-    spread_4: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [3, 2, 1, 0])
-    spread_2: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    found_shape: gl.constexpr = [4, WARPS, ROWS, QUARTER]
-    acc = gl.join(gl.join(acc0, acc1), gl.join(acc2, acc3))
-    acc = gl.reshape(gl.permute(acc, (4, 3, 0, 2, 1)), found_shape)
-    ring.reinterpret(gl.float32, found_shape, spread_4).store(acc)
-    peaks_mem.store(peak)
-    weights_mem.store(gl.sum(weights, axis=1))
-    return _added(
-        ring.reinterpret(gl.float32, [4 * WARPS, ROWS, QUARTER], spread_2),
-        peaks_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
-        weights_mem.reinterpret(gl.float32, [WARPS, ROWS], vector),
-        WARPS, layout,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _added(
-    found, peaks_mem, weights_mem, WARPS: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """`_of_all_warps` of results in shared memory."""
-    of_row: gl.constexpr = gl.SliceLayout(1, layout)
-    top = peaks_mem.index(0).load(of_row)
-    for warp in gl.static_range(1, WARPS):
-        top = gl.maximum(top, peaks_mem.index(warp).load(of_row))
-    weight = gl.zeros_like(top)
-    x0 = gl.expand_dims(weight, 1)
-    x1 = x0
-    x2 = x0
-    x3 = x0
-    for warp in gl.static_range(WARPS):
-        share = gl.exp2(peaks_mem.index(warp).load(of_row) - top)
-        weight += weights_mem.index(warp).load(of_row) * share
-        share = gl.expand_dims(share, 1)
-        x0 += found.index(warp).load(layout) * share
-        x1 += found.index(WARPS + warp).load(layout) * share
-        x2 += found.index(2 * WARPS + warp).load(layout) * share
-        x3 += found.index(3 * WARPS + warp).load(layout) * share
-    return x0, x1, x2, x3, top, weight
-
-
-@gluon.jit
-def _own_key(
-    y0, y1, y2, y3, heads_mem, peak, weights, acc0, acc1, acc2, acc3,
-    scale: gl.constexpr, group: gl.constexpr,
-):  # fmt: skip
-    """Adds the token's key and value, the heads after `group` queries, to the first warp's softmax,
-    as its first key."""
-    WARPS: gl.constexpr = acc0.shape[0]
-    QUARTER: gl.constexpr = acc0.shape[1]
-    ROWS: gl.constexpr = acc0.shape[2]
-    KEYS: gl.constexpr = weights.shape[1]
-    sums: gl.constexpr = acc0.type.layout
-    by_query: gl.constexpr = gl.SliceLayout(1, sums)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows = heads_mem.reinterpret(gl.bfloat16, [4 * ROWS, QUARTER], vector)
-    across: gl.constexpr = gl.SliceLayout(0, y0.type.layout)
-    scores = y0.to(gl.float32) * gl.expand_dims(rows.index(group).load(across), 0)
-    scores += y1.to(gl.float32) * gl.expand_dims(rows.index(ROWS + group).load(across), 0)
-    scores += y2.to(gl.float32) * gl.expand_dims(rows.index(2 * ROWS + group).load(across), 0)
-    scores += y3.to(gl.float32) * gl.expand_dims(rows.index(3 * ROWS + group).load(across), 0)
-    score = gl.convert_layout(gl.sum(scores, axis=1), gl.SliceLayout(0, by_query)) * scale
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, by_query))
-    is_first = gl.expand_dims(warp == 0, 1)
-    peak = gl.where(is_first, gl.expand_dims(score, 0), peak)
-    one = gl.expand_dims(gl.where(is_first, 1.0, peak * 0.0), 1)
-    key = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, sums)))
-    weights += gl.where(gl.expand_dims(gl.expand_dims(key == 0, 0), 2), one, 0.0)
-    down: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sums))
-    v0 = rows.index(group + 1).load(down).to(gl.float32)
-    v1 = rows.index(ROWS + group + 1).load(down).to(gl.float32)
-    v2 = rows.index(2 * ROWS + group + 1).load(down).to(gl.float32)
-    v3 = rows.index(3 * ROWS + group + 1).load(down).to(gl.float32)
-    acc0 += gl.expand_dims(gl.expand_dims(v0, 0), 2) * one
-    acc1 += gl.expand_dims(gl.expand_dims(v1, 0), 2) * one
-    acc2 += gl.expand_dims(gl.expand_dims(v2, 0), 2) * one
-    acc3 += gl.expand_dims(gl.expand_dims(v3, 0), 2) * one
-    return peak, weights, acc0, acc1, acc2, acc3
-
-
-@gluon.jit
 def _copy(
     index, stage, page, rings, arrays, where, kv_heads: gl.constexpr, BITS: gl.constexpr
 ):  # fmt: skip
@@ -158,6 +68,110 @@ def _copy(
         first_tile, own_tile, sink_units, raw_units, offset, kv_head,
         kv_heads, scales_ring.shape[2], ring.shape[3], BITS, ring.shape[2],
     )  # fmt: skip
+
+
+@gluon.jit
+def _page_of(index, first_page, table, own, raw_units):
+    """The page of a unit of codes. `own`: the index in `table` of the token's own page. For units
+    in full precision, and after the last unit, any page."""
+    number = gl.minimum(gl.maximum(index - raw_units + 1, 0), own)
+    return first_page + gl.load(table + number)
+
+
+@gluon.jit
+def _fill(
+    begin, stop, first_page, table, own, rings, arrays, where, kv_heads: gl.constexpr,
+    BITS: gl.constexpr,
+):  # fmt: skip
+    """Copies the first units into the rings, all in flight at once."""
+    STAGES: gl.constexpr = rings[0].shape[0]
+    raw_units = where[3]
+    pages = ()
+    for stage in gl.static_range(STAGES):
+        page = _page_of(begin + stage, first_page, table, own, raw_units)
+        pages = pages + (page,)  # noqa: RUF005  (Triton knows no other way)
+    for stage in gl.static_range(STAGES):
+        if begin + stage < stop:
+            _copy(begin + stage, stage, pages[stage], rings, arrays, where, kv_heads, BITS)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def _for_warps(heads_mem, sums: gl.constexpr):
+    """Quarters of heads in shared memory [4, rows, quarter] as operands of every warp."""
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    q0 = for_each_warp(heads_mem.index(0), right)
+    q1 = for_each_warp(heads_mem.index(1), right)
+    q2 = for_each_warp(heads_mem.index(2), right)
+    q3 = for_each_warp(heads_mem.index(3), right)
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def _first(
+    y, heads_mem, owner, raw_ptr, where, scale: gl.constexpr, group: gl.constexpr,
+    kv_heads: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, sums: gl.constexpr,
+):  # fmt: skip
+    """The softmax of each warp before the first unit. The `owner` of the token's key and value
+    visits them, and writes them to the sink or the tail."""
+    y0, y1, y2, y3 = y
+    _, own_tile, _, _, offset, kv_head = where
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = y0.shape[0]
+    QUARTER: gl.constexpr = y0.shape[1]
+    peak = gl.full([WARPS, ROWS], MASKED, gl.float32, gl.SliceLayout(1, sums))
+    weights = gl.zeros([WARPS, KEYS, ROWS], gl.float32, sums)
+    acc0 = gl.zeros([WARPS, QUARTER, ROWS], gl.float32, sums)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, y0.type.layout)), 1)
+    if owner:
+        target = raw_ptr + ((own_tile * kv_heads + kv_head) * 2 * GROUP + offset) * (4 * QUARTER)
+        target += gl.where(row == group, 0, GROUP * (4 * QUARTER))
+        store_heads(target, y0, y1, y2, y3, (row == group) | (row == group + 1))
+        peak, weights, acc0, acc1, acc2, acc3 = own_key(
+            y0, y1, y2, y3, heads_mem, peak, weights, acc0, acc1, acc2, acc3, scale, group
+        )  # fmt: skip
+    return peak, weights, acc0, acc1, acc2, acc3
+
+
+@gluon.jit
+def _visit_units(
+    q, y, softmax, buffers, begin, stop, first_page, table, own, rings, arrays, where,
+    scale: gl.constexpr, kv_heads: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """Visits the units from `begin` to `stop`. The next ones are copied meanwhile."""
+    STAGES: gl.constexpr = rings[0].shape[0]
+    CHUNK: gl.constexpr = rings[0].shape[2]
+    QUARTER: gl.constexpr = rings[0].shape[3]
+    q0, q1, q2, q3 = q
+    y0, y1, y2, y3 = y
+    peak, weights, acc0, acc1, acc2, acc3 = softmax
+    tiles, scales, key_scales, heads, heads_mem = buffers
+    _, _, sink_units, raw_units, offset, _ = where
+    for index in range(begin, stop):
+        place = (index - begin) % STAGES
+        page = _page_of(index + STAGES, first_page, table, own, raw_units)
+        async_copy.wait_group(STAGES - 1)
+        gl.barrier()
+        if index < raw_units:
+            in_own = index >= sink_units
+            held = gl.where(in_own, offset - (index - sink_units) * CHUNK, CHUNK)
+            peak, weights, acc0, acc1, acc2, acc3 = visit_raw(
+                tiles, place * TILES, held, q0, q1, q2, q3,
+                peak, weights, acc0, acc1, acc2, acc3, scale,
+            )  # fmt: skip
+        else:
+            peak, weights, acc0, acc1, acc2, acc3 = visit_codes(
+                tiles, place * TILES, scales, key_scales, place * 4, y0, y1, y2, y3,
+                heads, heads_mem, peak, weights, acc0, acc1, acc2, acc3, scale, QUARTER, BITS,
+            )  # fmt: skip
+        if index + STAGES < stop:
+            gl.barrier()
+            _copy(index + STAGES, place, page, rings, arrays, where, kv_heads, BITS)
+        async_copy.commit_group()
+    return peak, weights, acc0, acc1, acc2, acc3
 
 
 @gluon.jit
@@ -196,14 +210,11 @@ def _attend(
     EARLY: gl.constexpr = False,
 ):  # fmt: skip
     """One program per tile, KV head and part."""
-    DIM: gl.constexpr = 4 * QUARTER
     WARPS: gl.constexpr = gl.num_warps()
     KEYS: gl.constexpr = CHUNK // WARPS
     group: gl.constexpr = q_heads // kv_heads
     flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    by_query: gl.constexpr = gl.SliceLayout(1, sums)
-    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
     spread: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -246,14 +257,7 @@ def _attend(
     rings = ring, scales_ring
     arrays = key_words_ptr, value_words_ptr, scales_ptr, raw_ptr
     where = first_tile, own_tile, sink_units, raw_units, offset, kv_head
-    pages = ()
-    for stage in gl.static_range(STAGES):  # all copies in flight at once
-        number = gl.minimum(gl.maximum(begin + stage - raw_units + 1, 0), own)
-        pages = pages + (first_page + gl.load(table + number),)  # noqa: RUF005  (as Triton knows)
-    for stage in gl.static_range(STAGES):
-        if begin + stage < stop:
-            _copy(begin + stage, stage, pages[stage], rings, arrays, where, kv_heads, BITS)
-        async_copy.commit_group()
+    _fill(begin, stop, first_page, table, own, rings, arrays, where, kv_heads, BITS)
 
     y0, y1, y2, y3 = token_heads(
         qkv_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, cos_ptr, sin_ptr, token, kv_head,
@@ -261,49 +265,16 @@ def _attend(
     )  # fmt: skip
     y0, y1, y2, y3 = rotated(y0, y1, y2, y3)
     heads.store(stacked(y0, y1, y2, y3))
-    q0 = for_each_warp(heads_mem.index(0), right)
-    q1 = for_each_warp(heads_mem.index(1), right)
-    q2 = for_each_warp(heads_mem.index(2), right)
-    q3 = for_each_warp(heads_mem.index(3), right)
-    peak = gl.full([WARPS, ROWS], MASKED, gl.float32, by_query)
-    weights = gl.zeros([WARPS, KEYS, ROWS], gl.float32, sums)
-    acc0 = gl.zeros([WARPS, QUARTER, ROWS], gl.float32, sums)
-    acc1 = acc0
-    acc2 = acc0
-    acc3 = acc0
+    q = _for_warps(heads_mem, sums)
+    y = y0, y1, y2, y3
+    softmax = _first(y, heads_mem, owner, raw_ptr, where, scale, group, kv_heads, GROUP, KEYS, sums)
+    buffers = tiles, scales, key_scales, heads, heads_mem
+    softmax = _visit_units(
+        q, y, softmax, buffers, begin, stop, first_page, table, own, rings, arrays, where,
+        scale, kv_heads, BITS,
+    )  # fmt: skip
+    found = of_all_warps(ring, *softmax, flat)
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, flat)), 1)
-    if owner:
-        target = raw_ptr + ((own_tile * kv_heads + kv_head) * 2 * GROUP + offset) * DIM
-        target += gl.where(row == group, 0, GROUP * DIM)
-        store_heads(target, y0, y1, y2, y3, (row == group) | (row == group + 1))
-        peak, weights, acc0, acc1, acc2, acc3 = _own_key(
-            y0, y1, y2, y3, heads_mem, peak, weights, acc0, acc1, acc2, acc3, scale, group
-        )  # fmt: skip
-
-    for index in range(begin, stop):
-        place = (index - begin) % STAGES
-        number = gl.minimum(gl.maximum(index + STAGES - raw_units + 1, 0), own)
-        page = first_page + gl.load(table + number)
-        async_copy.wait_group(STAGES - 1)
-        gl.barrier()
-        if index < raw_units:
-            in_own = index >= sink_units
-            held = gl.where(in_own, offset - (index - sink_units) * CHUNK, CHUNK)
-            peak, weights, acc0, acc1, acc2, acc3 = visit_raw(
-                tiles, place * TILES, held, q0, q1, q2, q3,
-                peak, weights, acc0, acc1, acc2, acc3, scale,
-            )  # fmt: skip
-        else:
-            peak, weights, acc0, acc1, acc2, acc3 = visit_codes(
-                tiles, place * TILES, scales, key_scales, place * 4, y0, y1, y2, y3,
-                heads, heads_mem, peak, weights, acc0, acc1, acc2, acc3, scale, QUARTER, BITS,
-            )  # fmt: skip
-        if index + STAGES < stop:
-            gl.barrier()
-            _copy(index + STAGES, place, page, rings, arrays, where, kv_heads, BITS)
-        async_copy.commit_group()
-
-    found = _of_all_warps(ring, peak, weights, acc0, acc1, acc2, acc3, flat)
     if SPLITS == 1:
         _store(out_ptr, token * q_heads + kv_head * group, found, row, group)
     else:
