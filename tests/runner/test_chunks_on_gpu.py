@@ -60,6 +60,11 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def runner(spec: ModelSpec) -> Runner:
+    params = dummy_params(decoder.abstract(spec, jnp.bfloat16, stacked=True), 0)
+    return compiled_runner(spec, params, prefill=(16, 128, 512, 2048))
+
+
+def compiled_runner(spec: ModelSpec, params: decoder.Params, prefill: tuple[int, ...]) -> Runner:
     config = make_config(
         spec=spec,
         max_num_seqs=8,
@@ -67,11 +72,10 @@ def runner(spec: ModelSpec) -> Runner:
         num_pages=1 + 8 * PAGES,
         page_size=64,
         decode=(8,),
-        prefill=(16, 128, 512, 2048),
+        prefill=prefill,
         tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
     )
     config = dataclasses.replace(config, dtype=jnp.bfloat16)
-    params = dummy_params(decoder.abstract(spec, jnp.bfloat16, stacked=True), 0)
     runner = Runner(config, params, StubMetrics())  # type: ignore[arg-type]
     runner.compile(8, lambda name, done: None)
     return runner

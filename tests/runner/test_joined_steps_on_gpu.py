@@ -18,10 +18,8 @@ from jaxserve.models import decoder
 from jaxserve.plan import Row, Sampled
 from jaxserve.runner.runner import Runner
 from jaxserve_checkpoints.dummy import dummy_params
-from jaxserve_kernels.paged_attention import tile_tokens
 from tests.runner.driver import Placed, certain, step
-from tests.runner.test_chunks_on_gpu import HYBRID, LONGEST, PAGES, SPECS, placed, prompt
-from tests.tiny_model import StubMetrics, make_config
+from tests.runner.test_chunks_on_gpu import HYBRID, SPECS, compiled_runner, placed, prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -48,24 +46,11 @@ CASES = {
 
 def make_runner(name: str) -> Runner:
     spec, quantization = CASES[name]
-    config = make_config(
-        spec=spec,
-        max_num_seqs=8,
-        max_model_len=LONGEST,
-        num_pages=1 + 8 * PAGES,
-        page_size=64,
-        decode=(8,),
-        prefill=(512, 2048),
-        tile_size=tile_tokens(spec.q_heads // spec.kv_heads),
-    )
-    config = dataclasses.replace(config, dtype=jnp.bfloat16)
     abstract = decoder.abstract(spec, jnp.bfloat16, stacked=True)
     params = dummy_params(abstract, 0, encoder(spec, quantization, None))
     if name.endswith("a copy"):
         params = bench_step.copied(params)
-    runner = Runner(config, params, StubMetrics())  # type: ignore[arg-type]
-    runner.compile(8, lambda name, done: None)
-    return runner
+    return compiled_runner(spec, params, prefill=(512, 2048))
 
 
 def results(runner: Runner) -> list[Any]:

@@ -13,14 +13,8 @@ from jaxserve_kernels import tables
 from jaxserve_kernels.experts.types import ExpertWeights, Stacked, stacked
 from jaxserve_kernels.op import Refusal
 from jaxserve_kernels.quantized_matmul.config import int8_bytes, takes_int8
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import (
-    SUMS,
-    BothForms,
-    TokenFormat,
-    int8_form,
-    int8_format,
-)
-from jaxserve_kernels.quantized_matmul.e4m3.tokens import Order as TokenOrder
+from jaxserve_kernels.quantized_matmul.e4m3 import tokens as token_formats
+from jaxserve_kernels.quantized_matmul.e4m3.tokens import BothForms, TokenFormat
 from jaxserve_kernels.target import Target
 from jaxserve_kernels.weights import Kind, Operand, is_quantized
 
@@ -117,7 +111,7 @@ def token_format(x: Array, top_k: int, w: ExpertWeights, *, target: Target) -> T
         return format_of(found, tokens, inputs)
     if not _reads_int8(x, ids, w, found.operand, target):
         return None
-    return int8_format(found.operand, tokens)._replace(inputs=inputs)
+    return token_formats.int8_format(found.operand, tokens)._replace(inputs=inputs)
 
 
 INT8_ABOVE = 2
@@ -145,8 +139,8 @@ def _each(ids: Array | jax.ShapeDtypeStruct, experts: int) -> int:
 def format_of(weight: Stacked, tokens: int, inputs: int) -> TokenFormat:
     """The format of tokens in e4m3 that `hopper` reads beside a weight of `inputs` inputs."""
     assert weight.operand is not None
-    orders = {Kind.FP8: TokenOrder.BYTES, Kind.MXFP4: TokenOrder.EIGHTHS}
-    order = orders.get(weight.operand.kind, TokenOrder.INPUTS)
+    orders = {Kind.FP8: token_formats.Order.BYTES, Kind.MXFP4: token_formats.Order.EIGHTHS}
+    order = orders.get(weight.operand.kind, token_formats.Order.INPUTS)
     group = weight.operand.group if weight.operand.sums else 0
     return TokenFormat(jnp.float8_e4m3fn, order, group, tokens, inputs=inputs, beside=group > 0)
 
@@ -180,8 +174,8 @@ def _not_on_hopper(weight: Any) -> Refusal | None:
         return None
     if found.operand.group < 128:
         return Refusal("integers in groups of fewer than 128")
-    many = weight.shape[-1] > 128 * SUMS
-    return Refusal(f"integers in more than {SUMS} groups") if many else None
+    many = weight.shape[-1] > 128 * token_formats.SUMS
+    return Refusal(f"integers in more than {token_formats.SUMS} groups") if many else None
 
 
 def choose(x: Array, ids: Array, w: ExpertWeights, *, target: Target) -> Config | Refusal:
@@ -234,7 +228,7 @@ def choose_streaming(
 ) -> Config | Refusal:
     """Returns the configuration of `triton_streaming`, or why it cannot take x [tokens, embed] and
     ids [tokens, k]. Gate and up read the int8 form of x, if it has one."""
-    return _streaming(x, ids, w, int8=int8_form(x) is not None, target=target)
+    return _streaming(x, ids, w, int8=token_formats.int8_form(x) is not None, target=target)
 
 
 def _streaming(
