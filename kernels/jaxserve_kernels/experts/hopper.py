@@ -5,8 +5,8 @@ turn, or of down) by 64, 96, 128 or 160 of its tokens. So most experts with abou
 tile, and their weights are read once. Producer warps copy both into rings in shared memory
 (`hopper_copy`), even while the previous tile is being stored (`hopper_results`), and list the
 tile's tokens (`hopper_lists`). Two warpgroups multiply half of the rows each (`hopper_tiles`,
-`hopper_sums`, `hopper_four_bits`). Tokens of fp8 weights and of 4-bit ones are rounded to e4m3
-first.
+`hopper_sums`, `hopper_four_bits`, `hopper_integers`). Tokens of fp8 weights and of 4-bit ones are
+rounded to e4m3 first.
 
 Both warpgroups are one part of the program if they only multiply. Where they convert codes or scale
 sums between products, each is a part of its own, so that one multiplies meanwhile. Its code is then
