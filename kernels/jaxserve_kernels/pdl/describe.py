@@ -34,6 +34,11 @@ class Description(NamedTuple):
     """For each buffer: whether it is an operand of the call, and the operand's or result's
     index."""
 
+    @property
+    def chained(self) -> ptxas.Code:
+        """The kernel as a chain launches it."""
+        return self.code if self.early else self.code._replace(ptx=_waiting(self.code.ptx))
+
 
 class _Operand(NamedTuple):
     number: int
@@ -66,10 +71,8 @@ def describe(equation: Any) -> Description:
         if not isinstance(leaf, _NUMBER)
     ]
     constants = dict(params["metaparams"])
-    early = bool(constants.get("EARLY"))
-    if not early and code.compute_capability >= 90:
-        code = code._replace(ptx=_waiting(code.ptx))
-    return Description(code, grid, numbers, constants.get("CLUSTER", 1), early, buffers)
+    cluster, early = constants.get("CLUSTER", 1), bool(constants.get("EARLY"))
+    return Description(code, grid, numbers, cluster, early, buffers)
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,7 +108,7 @@ def _compile(equations: Iterable[Any]) -> bool:
     alike = {_kind(equation): equation for equation in equations}
     try:
         for equation in alike.values():
-            assembled(describe(equation).code)
+            assembled(describe(equation).chained)
     except Exception as error:  # whatever a compiler says
         fallback.note("kernel_chains", error)
         return False
@@ -156,7 +156,7 @@ def _launch(call: plan.KernelCall) -> Launch:
         place = (call.operands if is_operand else call.results)[index]
         parameters.append(place if number is None else Mapped(place, number))
     own = described.cluster, described.early
-    return Launch(described.code, described.grid, tuple(parameters), *own)
+    return Launch(described.chained, described.grid, tuple(parameters), *own)
 
 
 # Not cacheable: of equal calls, only some hold the code.
