@@ -6,8 +6,8 @@
 Up to 64 rows: a layer's router choice, its products and the norm that adds their parts, layer after
 layer as one chain of launches. The floor is the time in which the card copies the bytes of the
 experts that are touched, or in which it computes their operations at the rate of a large dense
-product. `dense` is the same chain with dense products of as many bytes. More rows: no chain, as in
-served steps. Routing is random and uniform; every layer has its own router logits.
+product. `dense` is the same chain with dense products of as many bytes. More rows: `pdl.join`, as
+in served steps. Routing is random and uniform; every layer has its own router logits.
 
 --sweep tries launches beside the rule's, and compares their results with the rule's. --tiny has
 small shapes, to try the script without a card.

@@ -40,21 +40,11 @@ def kernel(*operands: Any) -> jax.Array:
     return kernel_p.bind(*operands, zeroed_outputs=())
 
 
-def equation(chain: Any, like: Any) -> Any:
-    return like.replace(
-        primitive=chain_p,
-        invars=chain.invars,
-        outvars=chain.outvars,
-        params={"jaxpr": chain},
-        effects=core.no_effects,
-    )
-
-
 def joined(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """The function with its chains, and the names of its operations: of a chain, the number of
     kernels."""
     closed = jax.make_jaxpr(function)(*args)
-    equations = parts.joined(closed.jaxpr, equation)
+    equations = parts.joined(closed.jaxpr, chain_p)
     names = [
         f"chain of {sum(each.primitive is kernel_p for each in found.params['jaxpr'].eqns)}"
         if found.primitive is chain_p

@@ -80,8 +80,8 @@ def test_joined_steps_compute_the_same_bits(name: str, monkeypatch: pytest.Monke
 
     lengths: list[int] = []
 
-    def joined(jaxpr: Any, call: Any) -> list[Any]:
-        found = join(jaxpr, call)
+    def joined(jaxpr: Any, primitive: Any) -> list[Any]:
+        found = join(jaxpr, primitive)
         lengths.append(len(jaxpr.eqns) - len(found))
         return found
 
@@ -89,6 +89,6 @@ def test_joined_steps_compute_the_same_bits(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(lowering.parts, "joined", joined)
     chains = results(make_runner(name))
     assert lengths and min(lengths) > 0, "no step has a chain"
-    monkeypatch.setattr(lowering.parts, "joined", lambda jaxpr, call: list(jaxpr.eqns))
+    monkeypatch.setattr(lowering.parts, "joined", lambda jaxpr, _: list(jaxpr.eqns))
     assert results(make_runner(name)) == chains
     assert len({token for token, _ in chains}) > 1

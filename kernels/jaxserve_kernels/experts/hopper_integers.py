@@ -19,6 +19,7 @@ from jaxserve_kernels.experts.hopper_lists import BOX
 from jaxserve_kernels.experts.hopper_sums import (
     add_products,
     no_sums,
+    reciprocal,
     tail,
     times,
     wait,
@@ -48,7 +49,7 @@ def integer_sums(
     """
     _, _, _, _, ready, free = rings
     unit = _unit(begin, k // 128, ZERO)
-    inverse = _inverse(unit)
+    inverse = reciprocal(unit)
     stage = at % STAGES
     wait(ready.index(stage), (at // STAGES) & 1, GATHER)
     main, short = _zero_sums(rings, stage, _zeros(begin, inverse, ZERO), PARTS, TOKENS, TAIL)
@@ -146,14 +147,6 @@ def _unit(begin, groups: gl.constexpr, ZERO: gl.constexpr):
         scale *= (gl.abs(begin[1].to(gl.float32) - 7.5) + 7.5) * 0.0625
     many: gl.constexpr = 1.0 if groups <= 32 else 2.0 if groups <= 64 else 4.0
     return gl.maximum(gl.max(scale, axis=1), 1e-18) * many
-
-
-@gluon.jit
-def _inverse(rows):
-    """1 / rows, except for the last bit. An exact division takes ten instructions."""
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [rows], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit

@@ -56,7 +56,7 @@ def shared_sums(
         wait(ready.index(stage), (at // STAGES) & 1, GATHER)
         if groups > 1:
             scale = divisor(s_ring.index(stage * PARTS + part).load(row))
-            main, short = times(main, short, quotient(before, scale))
+            main, short = times(main, short, before * reciprocal(scale))
             before = scale
         x = x_ring.index(stage).slice(0, TOKENS, dim=0).permute((1, 0))
         w = _in_shared_memory(w_ring.index(stage * PARTS + part))
@@ -174,12 +174,11 @@ def divisor(scale):
 
 
 @gluon.jit
-def quotient(before, scale):
-    """before / scale, except for the last bit. An exact division takes ten instructions."""
+def reciprocal(scale):
+    """1 / scale, except for the last bit. An exact division takes ten instructions."""
     return gl.inline_asm_elementwise(
-        "{ .reg .f32 r; rcp.approx.ftz.f32 r, $2; mul.f32 $0, $1, r; }",
-        "=f,f,f", [before, scale], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -14,10 +14,10 @@ FOR_HOPPER = "written for GPUs of compute capability 9.0"
 def call[R](function: Callable[..., R], *args: Any, target: Target) -> R:
     """Returns function(*args, target=target), and launches all its kernels by PDL if possible.
 
-    That needs Hopper, and a function that computes everything in kernels that can start early. It
-    may only reshape arrays and slice whole rows between them. Each kernel starts while its
-    predecessor runs, and does work that needs no results of others, such as reading weights.
-    Otherwise the function is called as it is.
+    That needs Hopper, and a function that computes everything in kernels. It may only reshape
+    arrays and slice whole rows between them. A kernel with the constant EARLY starts while its
+    predecessor runs, and does work that needs no results of others, such as reading weights; others
+    as in `join`, by which functions that also compute outside of kernels are called.
 
     Each result of the function must be the result of a kernel, or an argument that a kernel updates
     in place.
@@ -34,8 +34,8 @@ def join[R](function: Callable[..., R], *args: Any, target: Target) -> R:
     """Returns function(*args, target=target), which may also compute outside of kernels. If
     possible, launches each chain of kernels in it by PDL.
 
-    A kernel of these chains starts while its predecessor runs, but only to wait for its end: what
-    the chain saves is the time from the end of one kernel to the start of the next.
+    A kernel of these chains is launched as soon as its predecessor's programs have ended, and waits
+    for their results to be visible. That saves most of the time between two kernels.
     """
     if not _possible(target=target):
         return function(*args, target=target)

@@ -78,8 +78,8 @@ def describe(equation: Any) -> Description:
 @functools.lru_cache(maxsize=64)
 def _waiting(ptx: str) -> str:
     """A kernel that knows nothing of its early start: its first instruction waits for the kernel
-    before, and its dependents start as its programs end. If it had them start at once, theirs would
-    wait on the multiprocessors, and a kernel of large programs took longer in front of them."""
+    before, and the next one starts when its programs have ended. If that one started at once, its
+    programs would wait on the multiprocessors: steps of many tokens took longer."""
     body = re.compile(r"(\.entry [^{]*\{\n)")
     text, count = body.subn(r"\1\tgriddepcontrol.wait;\n", ptx, count=1)
     assert count, "PTX without an entry"

@@ -65,7 +65,7 @@ def join(function: Callable[..., Any], *args: Any, target: Target) -> Any:
     if target.checked and not _compile(kernels):
         return function(*args, target=target)
     report()
-    equations = parts.joined(closed.jaxpr, _equation)
+    equations = parts.joined(closed.jaxpr, _pdl_p)
     joined = closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
     # Otherwise XLA makes one operation of a chain and of what updates a part of an array by its
     # result, beside the chain, and copies what both update in place.
@@ -90,17 +90,6 @@ def _traced(
             target.observe(choice)
 
     return closed, results, report
-
-
-def _equation(chain: Any, like: Any) -> Any:
-    """A call of a chain, described as one of its equations is."""
-    return like.replace(
-        primitive=_pdl_p,
-        invars=chain.invars,
-        outvars=chain.outvars,
-        params={"jaxpr": chain},
-        effects=core.no_effects,
-    )
 
 
 def _compile(equations: Iterable[Any]) -> bool:

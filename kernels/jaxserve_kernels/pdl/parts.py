@@ -6,7 +6,7 @@ and a chain ends where one needs some. Chains of several kernels become one equa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import DebugInfo, Literal, no_effects
@@ -23,18 +23,15 @@ from jaxserve_kernels.pdl.plan import (
 _PARTS = (KERNEL, *REFERENCES)
 
 
-def joined(jaxpr: Any, call: Callable[[Any, Any], Any]) -> list[Any]:
-    """The equations of a function, with one in place of each chain of kernels.
-
-    Args:
-      call: makes an equation of a chain, from its jaxpr and one of its equations.
-    """
-    return _Joining(jaxpr, call).equations()
+def joined(jaxpr: Any, primitive: Any) -> list[Any]:
+    """The equations of a function, with one in place of each chain of kernels: of `primitive`, with
+    the chain as its parameter `jaxpr`."""
+    return _Joining(jaxpr, primitive).equations()
 
 
 class _Joining:
-    def __init__(self, jaxpr: Any, call: Callable[[Any, Any], Any]) -> None:
-        self._jaxpr, self._call = jaxpr, call
+    def __init__(self, jaxpr: Any, primitive: Any) -> None:
+        self._jaxpr, self._primitive = jaxpr, primitive
         self._readers = _readers(jaxpr)
         self._views: dict[Any, Any] = {}
         """Results of views of whole rows, and the views' equations."""
@@ -83,10 +80,20 @@ class _Joining:
         kernels = sum(each.primitive.name == KERNEL for each in self._chain)
         self._after = self._read_after()
         if kernels > 1 and (chain := self._closed()) is not None:
-            self._found += [self._call(chain, self._chain[-1]), *self._after]
+            self._found += [self._equation(chain), *self._after]
         else:
             self._found += self._in_order()
         self._chain, self._made, self._after = [], set(), []
+
+    def _equation(self, chain: Any) -> Any:
+        """Of a chain, described as its last equation is."""
+        return self._chain[-1].replace(
+            primitive=self._primitive,
+            invars=chain.invars,
+            outvars=chain.outvars,
+            params={"jaxpr": chain},
+            effects=no_effects,
+        )
 
     def _read_after(self) -> list[Any]:
         """The views of results that other operations than the chain's read."""
